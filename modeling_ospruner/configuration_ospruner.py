@@ -257,6 +257,24 @@ def rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that a base was made for; None where nothing limits it.
+
+    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
+    """
+    # By the name that the family gives it.
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(trained, int):
+        return None
+    lengths = [
+        int(one["factor"] * (one.get("original_max_position_embeddings") or trained))
+        for one in rotary_settings(config)
+        # The other kinds name their longest text already.
+        if one.get("factor") and one.get("rope_type") not in ("default", "llama3", "longrope", "su")
+    ]
+    return max([trained, *lengths])
+
+
 def position_switch(config: PreTrainedConfig) -> tuple[str, int] | None:
     """Of which `rope_type`, and from what length in tokens on, positions change; None for never."""
     for one in rotary_settings(config):

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .configuration_ospruner import check_length
+from .configuration_ospruner import check_length, max_positions
 from .formats_ospruner import TokenFormat
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, price_places
 from .stopping_ospruner import (
@@ -68,6 +68,10 @@ def refuse_unsupported(
         raise ValueError(
             "the base is compiled by torch.compile, which skips hooks placed later in silence: "
             f"stop_policy needs it as it was loaded, {HINT}"
+        )
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder"
         )
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -119,6 +123,13 @@ def refuse_prompts(prompt: Any, mask: Any, base_config: PreTrainedConfig) -> Non
         raise ValueError(
             f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
             "left: set tokenizer.padding_side = 'left'"
+        )
+    lengths, limit = mask.sum(-1), max_positions(base_config)
+    if limit is not None and int(lengths.max()) > limit:
+        raise ValueError(
+            f"the prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens; the base "
+            f"has {limit} positions (max_position_embeddings): shorten the prompt, or take a base "
+            "with a longer context"
         )
 
 

@@ -35,8 +35,6 @@ _VOCABULARIES = (
     "vocab.txt",
     "tekken.json",
 )
-# Kinds of scaled rotary positions whose longest text the configuration names already.
-_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
 _INSTEAD = (
     "A base is a decoder-only language model of transformers whose layers can be run on their own, "
     "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
@@ -92,23 +90,6 @@ def _unfit(base: PreTrainedModel) -> str | None:
             "hidden states than one pass over the whole text gives, from which a policy learns"
         )
     return None
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest text, in tokens, that a base was made for; None where nothing limits it.
-
-    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
-    """
-    # By the name that the family gives it.
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(trained, int):
-        return None
-    lengths = [
-        int(one["factor"] * (one.get("original_max_position_embeddings") or trained))
-        for one in rotary_settings(config)
-        if one.get("factor") and one.get("rope_type") not in _NAMED_LENGTH
-    ]
-    return max([trained, *lengths])
 
 
 def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from ospruner.bases import max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 

@@ -22,9 +22,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner.bases import max_positions
 from ospruner.engines.interface import end_ids
 from ospruner.formats import follow
 

@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
@@ -208,3 +210,24 @@ def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
     message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
     with pytest.raises(ValueError, match=message):
         fork_row(indexed, 0, reasoner.model.config)
+
+
+def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(
+    model: OSPrunerForCausalLM,
+) -> None:
+    limit = model.base.config.max_position_embeddings
+    ids = torch.full((2, limit + 1), int(PROMPT[0, 0]))
+    message = rf"prompt of row 1 has {limit + 1} tokens; the base has {limit} positions"
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    refused(model, ValueError, message, ids, attention_mask=padded)
+    refused(model, ValueError, message.replace("row 1", "row 0"), ids)
+
+
+def test_encoder_decoders(reasoner: Reasoner) -> None:
+    config = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
+    base = T5ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
+        generate_with_rule(
+            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
+        )

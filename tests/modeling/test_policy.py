@@ -21,11 +21,10 @@ from transformers import (
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, max_positions
 from modeling_ospruner.generation_ospruner import Asked
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from modeling_ospruner.policy_ospruner import LayerKeys
-from ospruner.bases import max_positions
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 

@@ -12,8 +12,8 @@ from datasets import DatasetDict
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.bases import max_positions
 from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.bases import input_device, max_positions
+from ospruner.bases import input_device
 
 from ..interface import (
     AnswerStop,
