@@ -25,18 +25,18 @@ from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.provenance import read_provenance
-from ospruner.rules.families import Family, StopRule, parse_rule
+from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
-__all__ = ["PRICE_THRESHOLD", "calibrate", "calibrate_rule"]
+__all__ = ["PRICE_THRESHOLD", "calibrate"]
 
 PRICE_THRESHOLD = 0.5
 """The stop probability at which a policy of every price is indifferent."""
 
 
 def calibrate(
-    policy: str | Path,
+    policy: str | Path | Family,
     labels: Any,
     max_loss: float,
     confidence: float = 0.95,
@@ -60,12 +60,13 @@ def calibrate(
 
     Args:
         policy: its folder; where a setting passes, `config.json` and the card `README.md` say so.
+            Or a rule without training, whose threshold is found and returned: `rules.Deer`, "deer".
         labels: as for `compare`; the policy was not trained on them.
         max_loss: the accuracy that may be lost against the full trace, as a share.
         confidence: how surely not more is lost.
         mode: in which the policy is to stop.
         values: to try, from careful to bold: thresholds falling, or prices rising. None:
-            `THRESHOLDS`, or 31 prices of the policy's range.
+            `THRESHOLDS`, or 31 prices of the policy's range; a rule's must be given.
         base: the base, where it lies elsewhere than when it was labelled.
         device: on which it computes; None for the best.
         states: folder in which the trunk's states are kept.
@@ -80,6 +81,8 @@ def calibrate(
             answers, settings in another order, or mode "sample" of a policy of one lambda.
     """
     check_choice("calibrate", "mode", mode, MODES)
+    if isinstance(policy, Family) or (is_rule(str(policy)) and not Path(policy).is_dir()):
+        return _of_rule(policy, values, labels, max_loss, confidence, mode, seed)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     ours = Judged(labels, base, device=device, states=states, progress=progress)
@@ -122,33 +125,27 @@ def calibrate(
     return found
 
 
-def calibrate_rule(
-    family: Family | str,
-    values: Sequence[float],
+def _of_rule(
+    rule: str | Path | Family,
+    values: Sequence[float] | None,
     labels: Any,
     max_loss: float,
-    confidence: float = 0.95,
-    *,
-    seed: int = 0,
+    confidence: float,
+    mode: str,
+    seed: int,
 ) -> Calibration:
-    """The boldest threshold of a rule without training that keeps a promise.
-
-    Args:
-        family: `rules.Deer`, or its name.
-        values: thresholds to try, from careful to bold.
-        labels: as in `calibrate`.
-        max_loss: as there.
-        confidence: as there.
-        seed: as there.
-
-    Raises:
-        ValueError: no such rule, a value that it does not take, or labels of free answers.
-    """
+    """The boldest threshold of a rule without training that keeps a promise."""
+    kind = rule if isinstance(rule, Family) else parse_rule(str(rule))
+    if isinstance(kind, StopRule):
+        raise ValueError(f"{rule!r} has a threshold: give the name alone, and values to try")
+    if mode != "threshold":
+        raise ValueError(
+            f"mode is {mode!r}; a rule such as {kind.name} does not draw: leave it out"
+        )
+    if values is None:
+        raise ValueError(f"{kind.name} is a rule: give values to try, from careful to bold")
     ours = Judged(labels)
     _refuse_labels(ours)
-    kind = parse_rule(family) if isinstance(family, str) else family
-    if isinstance(kind, StopRule):
-        raise ValueError(f"{family!r} has a threshold: give the name alone, and values to try")
     thresholds = [kind(value).threshold for value in values]
     found, table = measure(ours.split, kind), ours.split.table
     outcomes = [(value, found.outcome(table, kind, value)) for value in thresholds]

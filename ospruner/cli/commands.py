@@ -250,23 +250,13 @@ def calibrate(
     json_file: JsonFile = None,
 ) -> None:
     """Promise that stopping loses at most so much accuracy, and store the promise in the policy."""
-    from ospruner.calibrating import calibrate, calibrate_rule
-    from ospruner.rules import FAMILIES
+    from ospruner.calibrating import calibrate
 
     said = {"confidence": 0.95, "mode": "threshold", "seed": 0, **fields_of(context, CALIBRATING)}
-    mode, values = said["mode"], said.pop("values", None)
+    values = said.pop("values", None)
     tried = tuple(_number(text) for text in values.split(",")) if values else None
-    if policy in FAMILIES and not Path(policy).is_dir():
-        if mode != "threshold":
-            raise typer.BadParameter(f"--mode is {mode!r}; a rule such as {policy} does not draw.")
-        if tried is None:
-            raise typer.BadParameter(f"{policy} is a rule: give its --values, careful to bold.")
-        found = calibrate_rule(
-            policy, tried, labels, max_loss, said["confidence"], seed=said["seed"]
-        )
-    else:
-        with _bars("calibrate") as bars:
-            found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
+    with _bars("calibrate") as bars:
+        found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
     console.print(found.told(max_loss, said["confidence"]), highlight=False)
     kept = {name: said[name] for name in ("confidence", "mode", "seed")}
     _write({"max_loss": max_loss, **kept, **asdict(found)}, json_file)

@@ -305,11 +305,11 @@ def trunk_peak(name: str, tuning: str) -> int:
     ("tuning", "name", "layers", "limit", "cached_limit"),
     [
         ("layers", "r1-distill-qwen-7b", 28, 30e9, 20e9),
-        ("layers", "gpt-oss-20b", 24, 60e9, 60e9),
+        pytest.param("layers", "gpt-oss-20b", 24, 60e9, 60e9, marks=pytest.mark.slow),
         ("layers", "qwen3-30b-a3b", 48, 100e9, 70e9),
         # Two layers at step ends, and all of the base's but the last, of which keys and values.
         ("queries", "r1-distill-qwen-7b", 29, 25e9, 20e9),
-        ("queries", "gpt-oss-20b", 25, 50e9, 50e9),
+        pytest.param("queries", "gpt-oss-20b", 25, 50e9, 50e9, marks=pytest.mark.slow),
         ("queries", "qwen3-30b-a3b", 49, 90e9, 70e9),
     ],
 )
