@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
@@ -37,6 +38,23 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
         "ungraded": np.zeros(traces, np.int64),
     }
     return TraceTable(**{**values, **columns})
+
+
+def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:
+    """Labelled traces whose steps end there; columns that are not given say nothing."""
+    traces = len(ends)
+    filled: dict[str, list[Any]] = {
+        "problem_id": [f"p{n}" for n in range(traces)],
+        "family": [""] * traces,
+        "step_ends": ends,
+        "forced_correct": [[0.0] * len(one) for one in ends],
+        "matches_final": [[True] * len(one) for one in ends],
+        "forced_answer_tokens": [[1] * len(one) for one in ends],
+        "natural_correct": [1.0] * traces,
+        "natural_answer_tokens": [1] * traces,
+        "ended": ["natural"] * traces,
+    }
+    return Dataset.from_dict(filled | columns)
 
 
 def outcome(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
@@ -20,6 +19,8 @@ from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
 
+from .evaluations import dataset_of
+
 WORDS = {0: " so", 1: " Wait"}
 
 
@@ -30,30 +31,23 @@ def decode(ids: list[int]) -> str:
 def split(seed: int, prefix: str, count: int = 60) -> Split:
     """Traces whose answers are right, and mostly certain, from some step on."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for n in range(count):
-        steps = int(rng.integers(3, 12))
-        right = np.arange(steps) >= rng.integers(1, steps)
-        sure = np.where(right ^ (rng.random(steps) < 0.2), 0.1, 1.5) * rng.uniform(0.5, 1, steps)
-        rows.append(
-            {
-                "problem_id": f"{prefix}{n}",
-                "family": "",
-                "trace_ids": [0] * (10 * steps),
-                "step_ends": [10 * (i + 1) for i in range(steps)],
-                "forced_answers": [str(7 if x else i) for i, x in enumerate(right.tolist())],
-                "forced_correct": right.astype(float).tolist(),
-                "forced_entropy": sure.tolist(),
-                "forced_answer_entropy": (2 * sure).tolist(),
-                "forced_logprob": (-sure).tolist(),
-                "matches_final": right.tolist(),
-                "forced_answer_tokens": [1] * steps,
-                "natural_correct": 1.0,
-                "natural_answer_tokens": 1,
-                "ended": "natural",
-            }
-        )
-    dataset = Dataset.from_list(rows)
+    counts = rng.integers(3, 12, count).tolist()
+    rights = [(np.arange(T) >= rng.integers(1, T)) for T in counts]
+    sure = [
+        np.where(right ^ (rng.random(T) < 0.2), 0.1, 1.5) * rng.uniform(0.5, 1, T)
+        for T, right in zip(counts, rights, strict=True)
+    ]
+    dataset = dataset_of(
+        [[10 * (i + 1) for i in range(T)] for T in counts],
+        problem_id=[f"{prefix}{n}" for n in range(count)],
+        trace_ids=[[0] * (10 * T) for T in counts],
+        forced_answers=[[str(7 if x else i) for i, x in enumerate(one)] for one in rights],
+        forced_correct=[one.astype(float).tolist() for one in rights],
+        matches_final=[one.tolist() for one in rights],
+        forced_entropy=[one.tolist() for one in sure],
+        forced_answer_entropy=[(2 * one).tolist() for one in sure],
+        forced_logprob=[(-one).tolist() for one in sure],
+    )
     return Split(dataset, TraceTable.from_dataset(dataset), 4, decode)
 
 

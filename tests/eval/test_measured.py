@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -27,6 +25,8 @@ from ospruner.rules import (
     parse_rule,
 )
 
+from .evaluations import dataset_of
+
 ROWS = {
     # Each step of a trace: answer, tokens, mean log-probability, entropy.
     "first": [("7", 3, -2.0, 1.5), ("8", 2, -0.2, 0.3), ("8", 2, -0.01, 0.1), ("8", 2, -0.01, 0.1)],
@@ -35,22 +35,16 @@ ROWS = {
 
 
 def labelled() -> tuple[Dataset, TraceTable]:
-    columns: dict[str, list[Any]] = {
-        "problem_id": list(ROWS),
-        "family": ["", ""],
-        "step_ends": [[10 * (i + 1) for i in range(len(steps))] for steps in ROWS.values()],
-        "forced_answers": [[s[0] for s in steps] for steps in ROWS.values()],
-        "forced_correct": [[float(s[0] == "8") for s in steps] for steps in ROWS.values()],
-        "matches_final": [[s[0] == steps[-1][0] for s in steps] for steps in ROWS.values()],
-        "forced_answer_tokens": [[s[1] for s in steps] for steps in ROWS.values()],
-        "forced_logprob": [[s[2] for s in steps] for steps in ROWS.values()],
-        "forced_entropy": [[s[3] for s in steps] for steps in ROWS.values()],
-        "forced_answer_entropy": [[2 * s[3] for s in steps] for steps in ROWS.values()],
-        "natural_correct": [1.0, 0.0],
-        "natural_answer_tokens": [4, 4],
-        "ended": ["natural", "natural"],
-    }
-    dataset = Dataset.from_dict(columns)
+    steps = ROWS.values()
+    dataset = dataset_of(
+        [[10 * (i + 1) for i in range(len(one))] for one in steps],
+        forced_answers=[[s[0] for s in one] for one in steps],
+        forced_correct=[[float(s[0] == "8") for s in one] for one in steps],
+        forced_answer_tokens=[[s[1] for s in one] for one in steps],
+        forced_logprob=[[s[2] for s in one] for one in steps],
+        forced_entropy=[[s[3] for s in one] for one in steps],
+        forced_answer_entropy=[[2 * s[3] for s in one] for one in steps],
+    )
     return dataset, TraceTable.from_dataset(dataset)
 
 
@@ -159,27 +153,19 @@ def test_what_labels_do_not_tell_is_refused() -> None:
 
 def random_split(seed: int, traces: int = 12, steps: int = 15) -> Split:
     rng = np.random.default_rng(seed)
-    table_rows: dict[str, list[Any]] = {name: [] for name in labelled()[0].column_names}
-    table_rows["trace_ids"] = []
-    for n in range(traces):
-        T = int(rng.integers(1, steps))
-        ends = rng.integers(3, 40, T).cumsum().tolist()
-        values = {
-            "problem_id": f"p{n}", "family": "", "step_ends": ends,
-            "forced_answers": rng.choice(["1", "2", "2.0", "", "no"], T).tolist(),
-            "forced_correct": rng.integers(0, 2, T).astype(float).tolist(),
-            "matches_final": [True] * T,
-            "forced_answer_tokens": rng.integers(1, 30, T).tolist(),
-            "forced_logprob": (-rng.exponential(0.05, T)).tolist(),
-            "forced_entropy": rng.exponential(0.4, T).tolist(),
-            "forced_answer_entropy": rng.exponential(0.6, T).tolist(),
-            "natural_correct": 1.0, "natural_answer_tokens": 3, "ended": "natural",
-            "trace_ids": rng.integers(0, 6, ends[-1]).tolist(),
-        }  # fmt: skip
-        for name, value in values.items():
-            table_rows[name].append(value)
+    counts = rng.integers(1, steps, traces).tolist()
+    ends = [rng.integers(3, 40, T).cumsum().tolist() for T in counts]
+    dataset = dataset_of(
+        ends,
+        forced_answers=[rng.choice(["1", "2", "2.0", "", "no"], T).tolist() for T in counts],
+        forced_correct=[rng.integers(0, 2, T).astype(float).tolist() for T in counts],
+        forced_answer_tokens=[rng.integers(1, 30, T).tolist() for T in counts],
+        forced_logprob=[(-rng.exponential(0.05, T)).tolist() for T in counts],
+        forced_entropy=[rng.exponential(0.4, T).tolist() for T in counts],
+        forced_answer_entropy=[rng.exponential(0.6, T).tolist() for T in counts],
+        trace_ids=[rng.integers(0, 6, one[-1]).tolist() for one in ends],
+    )
     words = ["wait two", "the answer is 4", "hmm two", "Wait", "now two and two", "\\boxed{4}"]
-    dataset = Dataset.from_dict(table_rows)
     table = TraceTable.from_dataset(dataset)
     entropy = rng.random(table.mask.shape)
     return Split(

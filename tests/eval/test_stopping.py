@@ -65,13 +65,6 @@ def test_entropy_is_that_of_the_choices_on_the_way(steps: int, scale: float, see
         assert row.item() == pytest.approx(expected, abs=1e-9)
 
 
-def test_entropy_of_uniform_stopping_is_the_logarithm_of_the_steps() -> None:
-    T = 8
-    logits = torch.tensor([[math.log(1 / (T - 1 - i)) for i in range(T - 1)] + [3.0]])
-    entropy = stop_entropy(logits, torch.ones(1, T, dtype=torch.bool))
-    assert entropy.item() == pytest.approx(math.log(T), rel=1e-6)
-
-
 def test_entropy_has_a_finite_gradient_where_no_probability_is_left() -> None:
     logits = torch.tensor([[200.0, 5.0, -300.0, 1.0], [-300.0, 200.0, 0.0, 9.0]])
     logits.requires_grad_(True)
