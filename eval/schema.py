@@ -235,8 +235,6 @@ class LabelSettings:
         imported_from: name of the file whose traces these are; "" where the base sampled them.
         task: how problems were asked, answered and graded (`problems.task.Task.settings`); labels
             without it are of mathematics.
-        domains: of a mix of several runs' labels, the task of each by its domain's name, of which
-            `task` is the first; empty for the labels of one run.
     """
 
     base_model: str
@@ -254,7 +252,6 @@ class LabelSettings:
     step_stride: int = 1
     imported_from: str = ""
     task: dict[str, Any] = field(default_factory=lambda: dict(MATH_TASK))
-    domains: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wanted = {
@@ -275,12 +272,10 @@ class LabelSettings:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must be {what}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON-ready values; mathematics is not named, nor a single domain."""
+        """The settings as JSON-ready values; mathematics is not named."""
         values = dataclasses.asdict(self)
         if self.task == MATH_TASK:
             del values["task"]
-        if not self.domains:
-            del values["domains"]
         return values
 
     @classmethod
@@ -292,7 +287,7 @@ class LabelSettings:
         """
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
-        missing = sorted(names - set(values) - {"task", "domains"})
+        missing = sorted(names - set(values) - {"task"})
         if unknown or missing:
             raise ValueError(
                 f"label settings with unknown keys {unknown} and missing keys {missing}: "

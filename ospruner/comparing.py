@@ -148,11 +148,6 @@ class Judged:
         Args:
             settings: the labels', with seed and samples of this run.
         """
-        if settings.domains:
-            raise ValueError(
-                f"the labels are of several tasks ({sorted(settings.domains)}): evaluate each "
-                "one's labels online by itself"
-            )
         task = open_task(settings.task)
         task.check()
         return Generator(self.model, self.tokenizer, self.token_format, task, settings)

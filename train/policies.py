@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def new_policy(
     config: StopConfig,
     settings: LabelSettings,
     ends: tuple[float, float] | None = None,
+    tasks: Sequence[Mapping[str, Any]] = (),
 ) -> Trainable:
     """The base with an untrained policy, bound to the labels' base and reasoning format.
 
@@ -85,6 +86,7 @@ def new_policy(
         config: method, tail and head.
         settings: of the labels.
         ends: lowest and highest price, for the head "price".
+        tasks: of the parts of a mix.
     """
     model: Trainable
     with torch.random.fork_rng(devices=[]):
@@ -105,7 +107,7 @@ def new_policy(
             )
             model.eval()
             task = dict(settings.task)
-            if others := [dict(one) for one in settings.domains.values() if one != settings.task]:
+            if others := [dict(one) for one in tasks if one != settings.task]:
                 task["also"] = others  # of a mix: it was trained on these, too
             model.config.task = None if task == MATH_TASK else task
     model.config.step_stride = settings.step_stride

@@ -149,8 +149,9 @@ class StopTrainer(Trainer):
         if config.every_price:
             low, high = map(float, config.prices)
             self._ends = (low, high)
+        tasks = [one.settings.task for one in ours.parts.values()]
         self.stop_model: Trainable = new_policy(
-            model, processing_class, config, ours.settings, self._ends
+            model, processing_class, config, ours.settings, self._ends, tasks
         )
         self.policies: list[SavedPolicy] = []
         self._choices = self._saturated = 0

@@ -182,7 +182,7 @@ def test_a_mix_keeps_problems_apart_and_names_domains(folders: list[Path], tmp_p
     mix = load_mix(folders)
     assert mix.traces["problem_id"][0].startswith("math/")
     assert len(set(mix.traces["problem_id"])) == 120
-    assert mix.traces["domain"] == ["math"] * 60 + ["exact"] * 60
+    assert [len(part.traces) for part in mix.parts.values()] == [60, 60]
     assert LabelSettings.from_dict(mix.settings.to_dict()) == mix.settings
     assert load_mix(folders[:1]).parts == {}
     source = {"dataset": "data/gsm8k.jsonl"}

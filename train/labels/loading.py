@@ -34,10 +34,11 @@ class Labels:
 
     Attributes:
         traces: columns `schema.FEATURES`.
-        settings: of their run; of a mix the first run's, with `LabelSettings.domains`.
+        settings: of their run; of a mix the first run's.
         data_hash: of their shards; of a split also of its name.
         source: what the problems were, in a word; the folder's name where it is not known.
-        parts: of a mix, each run's labels by the name of its problems; else empty.
+        parts: of a mix, each run's labels by the name of its problems, in the order of the traces;
+            else empty.
     """
 
     traces: Dataset
@@ -155,8 +156,8 @@ _OF_A_PART = {
 def load_mix(sources: Sequence[LabelSource]) -> Labels:
     """Labels of several tasks or sources of problems as one, by one base.
 
-    Traces get the column `domain`, the name of their problems' source or, where that is told apart
-    by it, of their task; problems get that name before their id.
+    Problems get the name of their source before their id or, where it tells the runs apart, of
+    their task.
 
     Args:
         sources: as `load_labels` takes them; one stands for itself.
@@ -187,12 +188,13 @@ def load_mix(sources: Sequence[LabelSource]) -> Labels:
                 "policy reads one base's thinking in one format, and decides at one stride; label "
                 "all of them alike"
             )
-    parts = dict(zip(names, loaded, strict=True))
-    settings = replace(
-        first.settings, domains={name: dict(one.settings.task) for name, one in parts.items()}
-    )
-    traces = concatenate_datasets([_named(one.traces, name) for name, one in parts.items()])
-    return Labels(traces, settings, hash_of(one.data_hash for one in loaded), "mix", parts)
+    parts = {
+        name: replace(one, traces=_named(one.traces, name))
+        for name, one in zip(names, loaded, strict=True)
+    }
+    traces = concatenate_datasets([one.traces for one in parts.values()])
+    hashed = hash_of(one.data_hash for one in loaded)
+    return Labels(traces, first.settings, hashed, "mix", parts)
 
 
 def _names_of(loaded: Sequence[Labels]) -> list[str]:
@@ -214,8 +216,7 @@ def _names_of(loaded: Sequence[Labels]) -> list[str]:
 
 
 def _named(traces: Dataset, name: str) -> Dataset:
-    """Traces with the name of their part, and ids that no other part has."""
+    """Traces whose problems have ids that no other part has."""
     table = traces.with_format("arrow")[:]
     ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
-    table = table.set_column(table.column_names.index("problem_id"), "problem_id", ids)
-    return Dataset(table.append_column("domain", pa.array([name] * len(table), pa.string())))
+    return Dataset(table.set_column(table.column_names.index("problem_id"), "problem_id", ids))
