@@ -21,7 +21,7 @@ from modeling_ospruner.configuration_ospruner import position_switch
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
-from ospruner.engines.transformers.rows import unsteady
+from ospruner.engines.transformers.choosing import unsteady
 from ospruner.formats import guess
 
 from .description import boundary_ids, describe, faults

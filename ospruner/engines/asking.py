@@ -79,6 +79,11 @@ class Reply:
     entropies: list[float]
     option_logprobs: list[float | None] = field(default_factory=list)
 
+    @property
+    def written(self) -> list[int]:
+        """What was generated, the token that ended it included."""
+        return self.ids if self.end_id is None else [*self.ids, self.end_id]
+
     @classmethod
     def of(
         cls,

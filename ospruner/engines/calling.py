@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.stopping_ospruner import mix64
 
 from .asking import Ask, Reply, Server, ServerDownError
 from .interface import (
@@ -27,8 +25,8 @@ from .interface import (
     TokenCount,
     TraceDesk,
     TraceRequest,
-    row_state,
 )
+from .rows import Branch, SamplingRow
 
 _T = TypeVar("_T")
 
@@ -276,53 +274,34 @@ class Call:
         """
         fmt, settings, eos_ids = self.fmt, self.settings, self.engine.eos_ids
         assert fmt is not None
-        draws_from = row_state(settings.seed, request.key)
-        prompt, ids, thinking = (
-            list(request.prompt_ids),
-            list[int](),
-            fmt.boundary_state(alone=True),
-        )
+        row = SamplingRow(request, settings.seed, fmt)
         several = fmt.end_marker is not None
-        ends = eos_ids if several else eos_ids.union(fmt.think_end_ids)
-
-        async def continued(limit: int, end_ids: frozenset[int], draw: int, stop: Any) -> Reply:
+        while True:
+            thinking, begun = not row.thinking.ended, len(row.tokens)
+            limit = settings.max_new_tokens - begun if thinking else settings.max_answer_tokens
+            draw = row.draw(begun + bool(begun) if thinking else 1)
             ask = Ask(
-                [*prompt, *ids],
+                row.text,
                 limit,
-                end_ids,
+                eos_ids.union(fmt.think_end_ids) if thinking else eos_ids,
                 settings.temperature,
                 settings.top_p,
                 settings.top_k,
-                mix64(draws_from ^ draw) >> 1 if settings.temperature > 0 else None,
-                stop=stop,
+                draw >> 1 if settings.temperature > 0 else None,
+                stop=partial(_MarkerStop, fmt, tuple(row.tokens)) if thinking and several else None,
             )
-            return await _asked(server, ask, self.engine.sample_counts)
-
-        while True:
-            limit = settings.max_new_tokens - len(ids)
-            stop = partial(_MarkerStop, fmt, tuple(ids)) if several else None
-            # The answer's draw is 1.
-            reply = await continued(limit, ends, len(ids) + 1 if ids else 0, stop)
-            marker = [reply.end_id] if reply.end_id in fmt.think_end_ids else []
-            for token in [*reply.ids, *marker]:
-                if not thinking.ended:
-                    thinking.push(token)
-                    ids.append(token)
-            if thinking.ended:
-                break
-            if reply.end_id is not None:
-                self.prompts.sampled(request, [*prompt, *ids])
-                return Sampled(ids, [], "natural")
-            if len(ids) >= settings.max_new_tokens:
-                self.prompts.sampled(request, [*prompt, *ids[:-1]])
-                return Sampled(ids, [], "cap")
-            if not several or not reply.ids:
+            reply = await _asked(server, ask, self.engine.sample_counts)
+            end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
+            finished = False
+            for token in reply.written:
+                finished = row.push(token, settings, end_ids)
+                if finished or thinking == row.thinking.ended:
+                    break
+            if finished or not thinking:
+                self.prompts.sampled(request, row.text[:-1])
+                return row.sampled(end_ids)
+            if not row.thinking.ended and not (several and reply.ids):
                 _check_length(reply, limit)
-        answer = await continued(settings.max_answer_tokens, eos_ids, 1, None)
-        fed = answer.ids if answer.end_id is not None else answer.ids[:-1]
-        self.prompts.sampled(request, [*prompt, *ids, *fed])
-        length = thinking.thinking_tokens
-        return Sampled(ids[:length], answer.ids, "natural", ids[length:] if several else [])
 
     async def _answer(
         self, prompt: list[int], options: tuple[int, ...], server: Server
@@ -330,31 +309,18 @@ class Call:
         """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
         if options:
             return await self._choose(prompt, options, server)
-        rule = self.stop() if self.stop is not None else None
-        ids: list[int] = []
-        logprobs: list[float] = []
-        entropies: list[float] = []
-
-        def answer(ended: Literal["closed", "eos", "length"]) -> ForkedAnswer:
-            first = entropies[0] if entropies else 0.0
-            return ForkedAnswer(ids, ended, logprobs, first, math.fsum(entropies))
-
+        branch, eos_ids = Branch(prompt, (), self.stop), self.engine.eos_ids
         while True:
-            limit = self.max_new_tokens - len(ids)
-            ask = Ask([*prompt, *ids], limit, self.engine.eos_ids, scored=True, stop=self.stop)
+            limit = self.max_new_tokens - len(branch.ids)
+            ask = Ask([*prompt, *branch.ids], limit, eos_ids, scored=True, stop=self.stop)
             reply = await _asked(server, ask, self.engine.counts)
-            for place, token in enumerate(reply.ids):
-                ids.append(token)
-                logprobs.append(reply.logprobs[place])
-                entropies.append(reply.entropies[place])
-                if rule is not None and rule.push(token):
-                    return answer("closed")
-            if reply.end_id is not None:
-                entropies.append(reply.entropies[-1])
-                return answer("eos")
-            if len(ids) >= self.max_new_tokens:
-                return answer("length")
-            if rule is None or not reply.ids:
+            end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
+            scores = zip(reply.written, [*reply.logprobs, 0.0], reply.entropies, strict=False)
+            for token, logprob, entropy in scores:
+                branch.push(token, logprob, entropy, self.max_new_tokens, end_ids)
+                if branch.answer is not None:
+                    return branch.answer
+            if self.stop is None or not reply.ids:
                 _check_length(reply, limit)
 
     async def _choose(
@@ -399,8 +365,7 @@ class _MarkerStop:
 async def _asked(server: Server, ask: Ask, count: TokenCount) -> Reply:
     """A server's answer, whose tokens are counted."""
     reply = await server.ask(ask)
-    generated = len(reply.ids) + (reply.end_id is not None)
-    fed = max(generated - 1, 0)  # nothing follows the last token
+    fed = max(len(reply.written) - 1, 0)  # nothing follows the last token
     count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
     return reply
 

@@ -264,7 +264,6 @@ class Engine(ABC):
         settings: SamplingSettings,
         fmt: TokenFormat,
         keys: Sequence[str] | None = None,
-        on_done: Callable[[int, Sampled], None] | None = None,
     ) -> list[Sampled]:
         """Samples one trace and its natural answer per prompt.
 
@@ -275,7 +274,6 @@ class Engine(ABC):
             keys: names of the rows, such as problem and sample index. A row's draws depend on
                 the seed and its key only. Default: the prompt's ids and how often they occurred
                 before in this call.
-            on_done: called with a row's index and result as soon as it is finished.
 
         Raises:
             ValueError: a prompt is empty, or too long with the cap.
@@ -291,9 +289,9 @@ class Engine(ABC):
         elif len(keys) != len(prompts):
             raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
         asked = [TraceRequest(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
-        desk = _ListDesk(asked, None, lambda i, trace, _: on_done and on_done(i, trace))
+        desk = _ListDesk(asked, [[] for _ in asked])
         self.sample_and_fork(desk, settings, fmt, _NO_SUFFIX, 1)
-        return [trace for trace, _ in desk.in_order()]
+        return [trace for trace, _ in desk.results()]
 
     def fork(
         self,
@@ -301,7 +299,6 @@ class Engine(ABC):
         suffix_ids: Sequence[int],
         max_new_tokens: int,
         stop: Callable[[], AnswerStop] | None = None,
-        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
     ) -> list[list[ForkedAnswer]]:
         """Decodes greedily after every cut of every trace, computing shared tokens once.
 
@@ -313,7 +310,6 @@ class Engine(ABC):
             max_new_tokens: cap on each answer.
             stop: makes the rule that completes one answer: `fmt.box_state` after the box
                 prefix. Default: the end-of-text token alone.
-            on_done: called with a request's index and answers as soon as all are finished.
 
         Raises:
             ValueError: the suffix is empty, `max_new_tokens` is below 1, or a trace is too long.
@@ -327,34 +323,21 @@ class Engine(ABC):
             trace = Sampled(list(one.trace_ids), [], "natural")
             asked.append(TraceRequest(one.prompt_ids, "", one.options, trace))
         cuts = [list(one.cuts) for one in requests]
-        desk = _ListDesk(asked, cuts, lambda i, _, answers: on_done and on_done(i, answers))
+        desk = _ListDesk(asked, cuts)
         self.sample_and_fork(desk, SamplingSettings(), None, suffix_ids, max_new_tokens, stop)
-        return [answers for _, answers in desk.in_order()]
+        return [answers for _, answers in desk.results()]
 
 
 _NO_SUFFIX = (0,)  # nothing is forked
 
 
 class _ListDesk:
-    """A desk over a list of traces; an error of one ends all.
+    """A desk over a list of traces and their cuts; an error of one ends all."""
 
-    Args:
-        requests: the traces.
-        cuts: of each; None for none.
-        on_done: called with each one's index, trace and answers.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[TraceRequest],
-        cuts: Sequence[list[int]] | None,
-        on_done: Callable[[int, Sampled, list[ForkedAnswer]], object],
-    ) -> None:
+    def __init__(self, requests: Sequence[TraceRequest], cuts: Sequence[list[int]]) -> None:
         self._todo = iter(requests)
-        self._places = {id(request): i for i, request in enumerate(requests)}
-        self._cuts = cuts
-        self._on_done = on_done
-        self._results: dict[int, tuple[Sampled, list[ForkedAnswer]]] = {}
+        self._cuts = {id(request): own for request, own in zip(requests, cuts, strict=True)}
+        self._made: dict[int, tuple[Sampled, list[ForkedAnswer]]] = {}
 
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
@@ -362,21 +345,19 @@ class _ListDesk:
 
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
         """See `TraceDesk.sampled`."""
-        return [] if self._cuts is None else self._cuts[self._places[id(request)]]
+        return self._cuts[id(request)]
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
-        place = self._places[id(request)]
-        self._results[place] = trace, list(answers)
-        self._on_done(place, *self._results[place])
+        self._made[id(request)] = trace, list(answers)
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
         raise error
 
-    def in_order(self) -> list[tuple[Sampled, list[ForkedAnswer]]]:
-        """What was made of each request."""
-        return [self._results[place] for place in range(len(self._places))]
+    def results(self) -> list[tuple[Sampled, list[ForkedAnswer]]]:
+        """What was made of each request, in their order."""
+        return [self._made[one] for one in self._cuts]
 
 
 def row_state(seed: int, key: str) -> int:

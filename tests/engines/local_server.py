@@ -39,8 +39,8 @@ class LocalServer:
 
     Attributes:
         prompts: of all requests so far.
-        faults: what to do with the next requests instead of answering them: a status, "hang", or
-            "hang up".
+        faults: what to do with the next requests instead of answering them: a status, or "hang";
+            "none" answers.
         gives_ids: whether answers hold token ids.
         knows_allowed: whether `allowed_token_ids` is looked at.
     """

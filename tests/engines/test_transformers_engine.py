@@ -23,9 +23,9 @@ from ospruner.engines import (
     TransformersEngine,
 )
 from ospruner.engines.interface import row_state
-from ospruner.engines.transformers import memory, rows
+from ospruner.engines.transformers import choosing, memory
 from ospruner.engines.transformers.batch import SlotLayer
-from ospruner.engines.transformers.rows import choose
+from ospruner.engines.transformers.choosing import choose
 
 from .conftest import ARCHITECTURES, SETTINGS, make_base, prompts, requests
 
@@ -75,8 +75,7 @@ def test_forks_equal_encoding_each_prefix_from_scratch(
     engine = TransformersEngine(base, tiny_tokenizer, batch_size=3)
     assert engine.packed == (name == "qwen2")
     asked, suffix = requests(fmt), fmt.forced_suffix()
-    done: dict[int, list[ForkedAnswer]] = {}
-    answers = engine.fork(asked, suffix, 12, fmt.box_state, on_done=done.__setitem__)
+    answers = engine.fork(asked, suffix, 12, fmt.box_state)
     ends = set()
     with torch.no_grad():
         for request, row in zip(asked, answers, strict=True):
@@ -87,7 +86,6 @@ def test_forks_equal_encoding_each_prefix_from_scratch(
                 assert_same(answer, from_scratch(base, prefix, fmt, 12, eos, suffix))
                 ends.add(answer.ended)
     assert "length" in ends
-    assert done == dict(enumerate(answers))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -177,13 +175,11 @@ def test_shared_tokens_are_computed_once(
     tree = len(request.prompt_ids) + len(request.trace_ids) + forked
     assert engine.counts.computed == engine.counts.unique == tree
     # A trace without forks does not run; two of one prompt run each for itself.
-    done: dict[int, list[ForkedAnswer]] = {}
     idle = ForkRequest(request.prompt_ids, request.trace_ids, [])
     other = ForkRequest(request.prompt_ids, request.trace_ids[::-1], request.cuts)
     again = [idle, request, other]
-    found = engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state, done.__setitem__)
+    found = engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state)
     assert [[a.ids for a in row] for row in found[:2]] == [[], [a.ids for a in answers]]
-    assert done == dict(enumerate(found))
     fed = [len(a.ids) - (a.ended != "eos") for a in found[2]]
     more = len(request.trace_ids) + sum(len(fmt.forced_suffix()) + n for n in fed)
     assert engine.counts.computed == 2 * tree + more + len(request.prompt_ids)
@@ -236,9 +232,7 @@ def test_rows_are_sampled_as_if_alone(
     assert any(sampled.answer_ids for sampled in expected)
     for batch_size in (1, 4, 32):
         engine = TransformersEngine(base, tiny_tokenizer, batch_size=batch_size)
-        done: dict[int, Sampled] = {}
-        assert engine.sample(asked, SETTINGS, fmt, keys, done.__setitem__) == expected
-        assert done == dict(enumerate(expected))
+        assert engine.sample(asked, SETTINGS, fmt, keys) == expected
         assert engine.sample_counts.computed >= engine.sample_counts.unique > 0
 
 
@@ -289,7 +283,7 @@ def test_tokens_do_not_depend_on_the_roundings_of_a_batch(
     undisturbed = tokens(0)
     handle = base.register_forward_hook(disturb, with_kwargs=True)
     assert tokens(0) != undisturbed  # more than the roundings that are expected
-    monkeypatch.setattr(rows, "_ROUNDINGS", roundings)
+    monkeypatch.setattr(choosing, "_ROUNDINGS", roundings)
     disturbed = tokens(1)
     handle.remove()
     assert disturbed == tokens(1)

@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ospruner.engines import SamplingSettings, TransformersEngine
 from ospruner.engines.interface import TokenCount
-from ospruner.engines.transformers import batch, memory, rows
+from ospruner.engines.transformers import batch, choosing, memory
 from ospruner.engines.transformers.batch import Batch, SlotLayer, fast_attention, joined, padded
-from ospruner.engines.transformers.rows import choose
+from ospruner.engines.transformers.choosing import choose
 
 from .conftest import ARCHITECTURES, make_base
 
@@ -99,7 +99,7 @@ def test_bases_whose_roundings_have_no_bound_are_named(
         base = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(name, **fields), dtype=torch.float32
         )
-    found = rows.batch_effects(base)
+    found = choosing.batch_effects(base)
     assert found is None if said is None else re.search(said, str(found))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
+from ospruner.engines import ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
 from ospruner.formats import DEEPSEEK_R1
 
@@ -128,11 +128,14 @@ def test_goes_on_after_an_error(engine: VLLMEngine, reasoner: Reasoner) -> None:
         engine.fork([ForkRequest([5] * (LONGEST + 65), [6], [1])], fmt.forced_suffix(), 8)
     requests = [ForkRequest([5 + i], [7, 8, 9], [1, 2, 3]) for i in range(4)]
 
-    def fail(index: int, answers: list[ForkedAnswer]) -> None:
-        raise KeyError(index)
+    class Broken:
+        final_text = "}"
+
+        def push(self, token_id: int) -> bool:
+            raise KeyError(token_id)
 
     with pytest.raises(KeyError):
-        engine.fork(requests, fmt.forced_suffix(), 8, fmt.box_state, fail)
+        engine.fork(requests, fmt.forced_suffix(), 8, Broken)
     assert not engine.llm.has_unfinished_requests()
     ours = reasoner.engine.fork(requests, fmt.forced_suffix(), 8, fmt.box_state)
     theirs = engine.fork(requests, fmt.forced_suffix(), 8, fmt.box_state)

@@ -22,9 +22,9 @@ from ..interface import (
     end_ids,
 )
 from .batch import fast_attention, takes_fast_attention, takes_slots
+from .choosing import batch_effects
 from .forks import Forks
 from .memory import MemoryBudget
-from .rows import batch_effects
 from .stream import Stream
 
 _MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask

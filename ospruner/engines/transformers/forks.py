@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from ospruner.logits import greedy, top_entropy
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
+from ..rows import Branch
 from .batch import Batch, joined, padded
-from .rows import Branch, batch_noise, greedy_alone, is_close, option_scores
+from .choosing import batch_noise, greedy_alone, is_close, option_scores
 
 TOGETHER = 128
 """Answers that decode side by side at most: more of them only leave a processor's caches."""
@@ -66,7 +67,7 @@ class Forks:
         elif not self.packed:
             for fork, own in zip(forks, branches, strict=True):
                 self._walk(fork, own)
-        return [[branch.finished() for branch in own] for own in branches]
+        return [[one.answer for one in own if one.answer is not None] for own in branches]
 
     def _copy(
         self, forks: Sequence[ForkRequest], branches: Sequence[list[Branch]], together: int
@@ -106,15 +107,15 @@ class Forks:
         """Runs the suffix in each row of a batch, then decodes until all answers are complete."""
         logits = batch.feed(torch.tensor(self.suffix_ids).expand(len(branches), -1))
         while True:
-            live = [row for row, branch in enumerate(branches) if branch.ended is None]
+            live = [row for row, branch in enumerate(branches) if branch.answer is None]
             self._push([branches[row] for row in live], logits[live])
-            live = [row for row in live if branches[row].ended is None]
+            live = [row for row in live if branches[row].answer is None]
             if not live:
                 return
             if 2 * len(live) <= len(branches):
                 batch, branches = batch.take(live), [branches[row] for row in live]
             ids = [[branch.ids[-1] if branch.ids else 0] for branch in branches]
-            real = [[branch.ended is None] for branch in branches]
+            real = [[branch.answer is None] for branch in branches]
             logits = batch.feed(torch.tensor(ids), torch.tensor(real))
 
     def _push(self, branches: Sequence[Branch], logits: torch.Tensor) -> None:
@@ -126,7 +127,7 @@ class Forks:
                 scores = option_scores(
                     self.model, logits[row], branch.options, branch.kept, self.noise, self.count
                 )
-                branch.choose(scores)
+                branch.answer = ForkedAnswer.chosen(branch.options, scores)
                 continue
             token, logprob = tokens[row], logprobs[row]
             if close[row]:

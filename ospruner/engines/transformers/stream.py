@@ -19,9 +19,10 @@ from ..interface import (
     TraceDesk,
     TraceRequest,
 )
+from ..rows import SamplingRow
 from .batch import Batch, joined, padded
+from .choosing import batch_noise, choose, run_alone
 from .forks import TOGETHER, Forks
-from .rows import SamplingRow, batch_noise, choose, run_alone
 
 if TYPE_CHECKING:
     from .engine import TransformersEngine
@@ -117,7 +118,8 @@ class Stream:
     ) -> None:
         """Draws the next token of the rows in these slots from their logits (K, V)."""
         chosen = [row for slot in slots if (row := rows[slot]) is not None]
-        draws = torch.tensor([row.draw for row in chosen], dtype=torch.float64)
+        numbers = [row.draw(len(row.tokens)) >> 11 for row in chosen]
+        draws = torch.tensor(numbers, dtype=torch.float64) * 2.0**-53
         tokens, close = (t.cpu() for t in choose(logits, draws, self.settings, self.noise))
         for i in close.nonzero()[:, 0].tolist():
             alone = run_alone(self.model, chosen[i].text, self.engine.sample_counts)

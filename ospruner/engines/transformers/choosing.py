@@ -1,4 +1,4 @@
-"""The state of one row being sampled, and of one answer being forked; how tokens are chosen.
+"""How tokens are chosen.
 
 Draws are counter-based, and a row's tokens do not depend on its batch: a batch moves the logits by
 a few roundings, so a choice that roundings could turn is made again from the row run alone.
@@ -6,28 +6,16 @@ a few roundings, so a choice that roundings could turn is made again from the ro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.bases import input_device
 from ospruner.logits import greedy
 
-from ..interface import (
-    AnswerStop,
-    ForkedAnswer,
-    Sampled,
-    SamplingSettings,
-    TokenCount,
-    TraceRequest,
-    row_state,
-)
+from ..interface import SamplingSettings, TokenCount
 
 _FEW = 64
 
@@ -225,111 +213,3 @@ def _invert(
     margin = (shares - target / total).abs() - _moved(shares, error)
     turned = margin < torch.as_tensor(beside)[..., None] / total
     return index, turned.any(-1) & (error[:, 0] > 0)
-
-
-class SamplingRow:
-    """One trace being sampled.
-
-    Args:
-        request: which.
-        seed: of all draws.
-        fmt: where its thinking ends.
-    """
-
-    def __init__(self, request: TraceRequest, seed: int, fmt: TokenFormat) -> None:
-        self.request = request
-        self.tokens: list[int] = []  # end marker and end-of-text token included
-        self._draws_from = row_state(seed, request.key)
-        self._fmt = fmt
-        self._thinking = fmt.boundary_state(alone=True)
-        self._capped = False
-
-    @property
-    def text(self) -> list[int]:
-        """Its prompt and what was sampled."""
-        return [*self.request.prompt_ids, *self.tokens]
-
-    @property
-    def draw(self) -> float:
-        """In [0, 1), of the next token."""
-        return (mix64(self._draws_from ^ len(self.tokens)) >> 11) * 2.0**-53
-
-    def push(self, token: int, settings: SamplingSettings, eos_ids: frozenset[int]) -> bool:
-        """Takes the next sampled token; whether the row is finished."""
-        self.tokens.append(token)
-        state = self._thinking
-        if token in eos_ids and token != self._fmt.think_end_id:
-            return True
-        if state.ended:
-            answered = len(self.tokens) - state.thinking_tokens - state.end_tokens
-            return answered >= settings.max_answer_tokens
-        state.push(token)
-        self._capped = not state.ended and state.thinking_tokens >= settings.max_new_tokens
-        return self._capped
-
-    def sampled(self, eos_ids: frozenset[int]) -> Sampled:
-        """The finished row's result."""
-        state = self._thinking
-        end = state.thinking_tokens + state.end_tokens
-        answer = self.tokens[end:] if state.ended else []
-        if answer and answer[-1] in eos_ids:
-            answer = answer[:-1]
-        several = state.ended and self._fmt.end_marker is not None
-        marker = self.tokens[state.thinking_tokens : end] if several else []
-        trace = self.tokens[: state.thinking_tokens]
-        return Sampled(trace, answer, "cap" if self._capped else "natural", marker)
-
-
-class Branch:
-    """One fork: the answer so far, and how it ended.
-
-    Args:
-        kept: the text before the answer: prompt, thinking up to the cut, suffix.
-        options: as in `ForkRequest`.
-        stop: makes the rule that completes the answer.
-    """
-
-    def __init__(
-        self, kept: Sequence[int], options: Sequence[int], stop: Callable[[], AnswerStop] | None
-    ) -> None:
-        self.kept = kept
-        self.options = options
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.entropies: list[float] = []
-        self.ended: Literal["closed", "eos", "length"] | None = None
-        self._rule = stop() if stop is not None else None
-        self._chosen: ForkedAnswer | None = None
-
-    def push(
-        self, token: int, logprob: float, entropy: float, limit: int, eos_ids: frozenset[int]
-    ) -> None:
-        """Takes the next token; sets `ended` where it completes the answer."""
-        self.entropies.append(entropy)
-        if token in eos_ids:
-            self.ended = "eos"
-            return
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if self._rule is not None and self._rule.push(token):
-            self.ended = "closed"
-        elif len(self.ids) >= limit:
-            self.ended = "length"
-
-    def choose(self, scores: Sequence[float]) -> None:
-        """Takes the likeliest of the options, which completes the answer."""
-        self.ended = "closed"
-        self._chosen = ForkedAnswer.chosen(self.options, scores)
-
-    def finished(self) -> ForkedAnswer:
-        """The answer.
-
-        Raises:
-            RuntimeError: it is not complete.
-        """
-        if self.ended is None:
-            raise RuntimeError(f"the fork after {len(self.kept)} tokens is not finished")
-        if self._chosen is not None:
-            return self._chosen
-        whole = math.fsum(self.entropies)
-        return ForkedAnswer(self.ids, self.ended, self.logprobs, self.entropies[0], whole)
