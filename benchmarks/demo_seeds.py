@@ -4,23 +4,20 @@
         [--json FILE]
 
 Each seed is an `ospruner demo` of its own, from nothing; a stopped one continues, and those that
-are finished are only read. `--show FILE` prints the table again.
+are finished are only read.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from timing import environment, options, parse, print_last_line
+import timing
 
 from ospruner.eval.results import RESULTS_FILE, Results
-from ospruner.eval.text import markdown_table
 
 
 def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
@@ -35,48 +32,23 @@ def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
     return dict(about)
 
 
-def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
-    """For how many seeds each claim held."""
-    frame = pd.DataFrame(found).T  # a row a seed
-    rows = [[str(name), f"{held.sum()} of {held.count()}"] for name, held in frame.items()]
-    together = sum(all(claims.values()) for claims in found.values())
-    return markdown_table(
-        ["claim", "seeds"], [*rows, ["all of them", f"{together} of {len(found)}"]]
-    )
-
-
 def main() -> None:
     """Runs the demos, prints how often each claim held, and the numbers as one JSON object."""
-    parser = options(__doc__)
+    parser = timing.options(__doc__)
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
-    args = parse(parser)
-    if args.show:
-        print(markdown(json.loads(args.show.read_text())["seeds"]))
-        return
+    args = timing.parse(parser)
     first, last = map(int, args.seeds.split("-"))
-    about = {
-        str(seed): about_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
-        for seed in range(first, last + 1)
-    }
-    found = {
-        seed: {claim["claim"]: claim["holds"] for claim in one["claims"]}
-        for seed, one in about.items()
-    }
-    print(markdown(found))
-    result: dict[str, Any] = {
-        "size": args.size,
-        "settings": about[str(first)]["run"]["settings"],
-        "seeds": found,
-        "all": sum(all(claims.values()) for claims in found.values()),
-        "made_by": {
-            seed: {name: one["run"][name] for name in ("git_commit", "created_utc")}
-            for seed, one in about.items()
-        },
-    }
-    print_last_line(result | environment(), args.json)
+    result: dict[str, Any] = {"size": args.size, "seeds": {}, "made_by": {}}
+    for seed in range(first, last + 1):
+        about = about_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
+        result["seeds"][str(seed)] = {one["claim"]: one["holds"] for one in about["claims"]}
+        run = result["made_by"][str(seed)] = about["run"]
+        result["settings"] = run["settings"]
+    result["all"] = sum(all(claims.values()) for claims in result["seeds"].values())
+    print(pd.DataFrame(result["seeds"]).sum(axis=1).to_string())
+    timing.print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from timing import environment, options, parse, print_last_line, timed
+import timing
 
 from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.registry import open_task
@@ -46,7 +46,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         labeller, out = Labeller(tokenizer, fmt, settings), Path(folder, "others")
         label_problems([first], engine, labeller, Path(folder, "first"))
-        made, taken = timed(lambda: label_problems(others, engine, labeller, out))
+        made, taken = timing.timed(lambda: label_problems(others, engine, labeller, out))
         tokens = sum(map(len, made["trace_ids"]))
     rate = tokens / taken.wall_seconds
     print(f"{arm}: {tokens} thinking tokens, {rate:.1f} a second", flush=True)
@@ -60,7 +60,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = options(__doc__)
+    parser = timing.options(__doc__)
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--dataset", required=True, help="problems, as `ospruner label` takes them")
     parser.add_argument("--split", help="of a dataset that is no file")
@@ -69,12 +69,12 @@ def main() -> None:
     parser.add_argument("--prompt", default="default", help="how problems are put")
     parser.add_argument("--limit", type=int, default=32, help="problems, all worked on at once")
     parser.add_argument("--max-tokens", type=int, default=192, help="of a trace's thinking")
-    args = parse(parser)
+    args = timing.parse(parser)
     # Each in a process of its own, so that it has the whole memory.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         arms = {arm: processes.submit(measure, arm, args).result() for arm in args.arms}
     sizes = {"max_tokens": args.max_tokens, "seed": args.seed}
-    print_last_line({"arms": arms, **sizes, **environment()}, args.json)
+    timing.print_last_line({"arms": arms, **sizes}, args.json)
 
 
 if __name__ == "__main__":

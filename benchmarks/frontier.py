@@ -24,15 +24,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import timing
 from rich.console import Console
-from timing import environment, options, parse, print_last_line
 
 from ospruner.comparing import Judged, compare
 from ospruner.demo import REASONER
 from ospruner.demo.demo import STATES, DemoSize, claimed, train_config
 from ospruner.demo.jobs import Job, Workers
-from ospruner.durable import read_checked
-from ospruner.eval.methods import FRONTIER, METHOD_NAMES
+from ospruner.eval.methods import FRONTIER, METHOD_NAMES, PolicyUse, parse_policies, parse_prices
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.summary import frontier_tables
 from ospruner.eval.results import Results
@@ -40,7 +40,6 @@ from ospruner.eval.table import FloatArray
 from ospruner.eval.text import penalty_name
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
-from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
 ANNEALED = "OS-Pruner, annealed"
@@ -77,19 +76,14 @@ def anneal_one(run: Path, size: DemoSize, seed: int, name: str, *, progress: Pro
     StopTrainer(config, *labels, progress=progress).train()
 
 
-def stages_of(run: Path) -> list[SavedPolicy]:
-    """The policies that a finished run has saved, in order."""
-    saved = read_checked(run / "run.json", "train again")["policies"]
-    return [SavedPolicy(**values, path=run / name) for name, values in saved.items()]
-
-
-def annealed_spreads(test: Judged, stages: Sequence[Sequence[SavedPolicy]]) -> Spreads:
+def annealed_spreads(test: Judged, seeds: Sequence[Sequence[PolicyUse]]) -> Spreads:
     """How far the outcomes on test of the seeds of one policy a price spread."""
     found = {}
-    for seeds in zip(*stages, strict=True):
-        said = [test.predicted(str(one.path)) for one in seeds]
+    for of_price in zip(*seeds, strict=True):
+        said = [test.predicted(one.path) for one in of_price]
         outcomes = [replay(test.split.table, one.probabilities()) for one in said]
-        found[f"lam{penalty_name(seeds[0].price)}"] = spread(outcomes, seeds[0].price)
+        price = of_price[0].price
+        found[f"lam{penalty_name(price)}"] = spread(outcomes, price)
     return found
 
 
@@ -133,18 +127,15 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     if not seeds:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     methods = [name for name in METHOD_NAMES if (seeds[0] / name).is_dir()]
-    paths = {name: [str(stages_of(seed / name)[0].path) for seed in seeds] for name in methods}
+    folders = [name for name in ANNEALED_RUNS if (seeds[0] / name).is_dir()]
     labels, base = run / "labels", str(REASONER)
     test = Judged(str(labels / "test"), base, states=run / STATES)
-    spreads = every_price_spreads(test, paths["os-pruner"])
-    annealed: list[list[SavedPolicy]] = []
-    if folders := [name for name in ANNEALED_RUNS if (seeds[0] / name).is_dir()]:
-        annealed = [[one for name in folders for one in stages_of(seed / name)] for seed in seeds]
-        spreads |= annealed_spreads(test, annealed)
-    policies = [
-        *itertools.chain(*paths.values()),
-        *(str(one.path) for of in annealed for one in of),
-    ]
+    ours = [use.path for seed in seeds for use in parse_policies([str(seed / "os-pruner")])]
+    spreads = every_price_spreads(test, ours)
+    if folders:
+        named = [[str(seed / name) for name in folders] for seed in seeds]
+        spreads |= annealed_spreads(test, [parse_policies(names) for names in named])
+    policies = [str(seed / name) for name in (*methods, *folders) for seed in seeds]
     found = compare(
         str(labels / "test"), [*policies, "rules"], base=base, states=run / STATES,
         choose_on=str(labels / "validation"), train=str(labels / "train"), rewards_at=prices,
@@ -155,12 +146,12 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         setting=f"replay of {len(test.traces)} traces, {len(seeds)} training "
         f"seed{'s' * (len(seeds) > 1)}",
         frontiers=found.frontiers.replace({"method": {FRONTIER: ANNEALED}}),
-        about={
+        about=timing.environment()
+        | {
             "seeds": len(seeds),
             "test_traces": len(test.traces),
             "left_out": found.results.about["left_out"],
             "seed_spread": spreads,
-            **environment(),
         },
     )
 
@@ -173,31 +164,24 @@ def report(results: Results) -> None:
     if results.about["seeds"] == 1:
         print("\none training seed: nothing is known of the spread over seeds")
         return
-    columns = {
-        "accuracy_points": "accuracy, points",
-        "accuracy_standard_error": "its s.e.",
-        "tokens_percent": "tokens, %",
-        "reward_points": "reward, points",
-    }
-    print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
-    for name, values in results.about["seed_spread"].items():
-        held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
-        cells = "".join(f"{values[key]:22.2f}" for key in columns)
-        print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
+    frame = pd.DataFrame(results.about["seed_spread"]).T
+    held = (frame[list(SPREAD_BARS)] <= pd.Series(SPREAD_BARS)).all(axis=1)
+    print("\nspread over the seeds")
+    print(frame.round(2).assign(bars=held.map({True: "hold", False: "DO NOT HOLD"})).to_string())
 
 
 def main() -> None:
     """Measures, prints tables, and the numbers as one JSON object."""
-    parser = options(__doc__)
+    parser = timing.options(__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
     parser.add_argument("--anneal", action="store_true", help="train annealed policies, too")
-    args = parse(parser)
+    args = timing.parse(parser)
     if args.anneal:
         anneal(args.run)
-    results = measure(args.run, [float(x) for x in args.lambdas.split(",")])
+    results = measure(args.run, parse_prices(args.lambdas) or ())
     report(results)
-    print_last_line(results.to_dict(), args.json)
+    timing.print_json(results.to_dict(), args.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ token, and outside generate, is left out.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import threading
@@ -22,20 +21,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import timing
 import torch
-from timing import (
-    Ratio,
-    Timed,
-    clock_ratios,
-    environment,
-    in_turn,
-    options,
-    parse,
-    print_last_line,
-    show,
-)
+from timing import NEVER, Ratio, Timed
 from transformers import (
     AutoTokenizer,
     LogitsProcessor,
@@ -51,20 +41,20 @@ from ospruner.demo import REASONER
 from ospruner.train.untrained import untrained
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
-ANSWER_TOKENS = 8
-NEVER = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
+PROMPT_TOKENS, ANSWER_TOKENS = 128, 8
+TUNINGS = {"layers": "", "queries": "queries_"}
+"""What stands before the names of each tuning's numbers."""
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A base's sizes. The vocabulary's share of the work is about R1-Distill-Qwen-7B's."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
 
 
 SHAPES = {
@@ -85,18 +75,9 @@ def random_base(
 ) -> Qwen2ForCausalLM:
     """A Qwen2 of random weights, on the device."""
     config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        **shape._asdict(), max_position_embeddings=positions, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     torch.manual_seed(seed)
     with torch.device(device):
         base = Qwen2ForCausalLM._from_config(
@@ -169,30 +150,23 @@ class Stepwise:
         return self._running.result()
 
 
+@dataclass
 class Paragraphs(LogitsProcessor):
     """Ends paragraphs at given places, and lets nothing else end a paragraph, thinking or text.
 
-    Args:
+    Attributes:
         break_id: the token written there.
-        banned_ids: tokens that are never sampled.
+        banned: ids of tokens that are never sampled.
         places: for each row, after how many generated tokens.
         prompt_tokens: the prompt's length.
         pause: called before each token.
     """
 
-    def __init__(
-        self,
-        break_id: int,
-        banned_ids: Sequence[int],
-        places: Sequence[frozenset[int]],
-        prompt_tokens: int,
-        pause: Callable[[], None],
-    ) -> None:
-        self.break_id = break_id
-        self.banned = torch.tensor(banned_ids)
-        self.places = places
-        self.prompt_tokens = prompt_tokens
-        self.pause = pause
+    break_id: int
+    banned: torch.Tensor
+    places: Sequence[frozenset[int]]
+    prompt_tokens: int
+    pause: Callable[[], None]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shapes the scores (B, V) of the next token."""
@@ -207,44 +181,48 @@ class Paragraphs(LogitsProcessor):
 
 
 class Bench:
-    """A base, alone and with policies, that generates with and without them step by step."""
+    """A base, alone and with policies, that generates with and without them step by step.
 
-    def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
-        self.prompt_tokens, self.trace_tokens = args.prompt_tokens, args.trace_tokens
-        self.seed = args.seed
+    Each arm writes `trace_tokens`; `built` goes to `random_base`: device, dtype, attention.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        trace_tokens: int,
+        seed: int,
+        tunings: Sequence[str] = tuple(TUNINGS),
+        **built: str,
+    ) -> None:
+        self.trace_tokens, self.seed = trace_tokens, seed
         self.tokenizer = AutoTokenizer.from_pretrained(REASONER)
-        positions = args.prompt_tokens + args.trace_tokens + 64
         self.base = random_base(
-            shape, self.tokenizer, positions, args.seed, args.device, args.dtype, args.attention
+            shape, self.tokenizer, PROMPT_TOKENS + trace_tokens + 64, seed, **built
         )
         # The same weights without the policies' hooks: both arms are within generate at once.
         shared = {id(one): one for one in (*self.base.parameters(), *self.base.buffers())}
         self.alone: Any = copy.deepcopy(self.base, shared)
         self.models = {
-            tuning: untrained(self.base, self.tokenizer, args.policy_layers, tuning)
-            for tuning in args.tunings
+            tuning: untrained(self.base, self.tokenizer, tuning=tuning) for tuning in tunings
         }
-        self.fmt = fmt = self.models[args.tunings[0]].token_format
-        self.break_id, self.banned = breaks_of(fmt, shape.vocabulary)
+        self.fmt = self.models[tunings[0]].token_format
+        self.break_id, self.banned = breaks_of(self.fmt, shape.vocab_size)
 
     def _inputs(self, batch: int, pause: Callable[[], None]) -> dict[str, Any]:
         """Prompts, paragraph ends and sampling, the same for both arms."""
         draw = random.Random(f"{self.seed} {batch}")
         allowed = sorted(set(range(len(self.tokenizer))) - set(self.banned))
-        prompt = [draw.choices(allowed, k=self.prompt_tokens) for _ in range(batch)]
+        prompt = [draw.choices(allowed, k=PROMPT_TOKENS) for _ in range(batch)]
         places = [frozenset(self._places(draw)) for _ in range(batch)]
         ids = torch.tensor(prompt, device=self.base.device)
-        paragraphs = Paragraphs(self.break_id, self.banned, places, self.prompt_tokens, pause)
+        banned = torch.tensor(self.banned)
+        paragraphs = Paragraphs(self.break_id, banned, places, PROMPT_TOKENS, pause)
         return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
             "logits_processor": LogitsProcessorList([paragraphs]),
-            "max_new_tokens": self.trace_tokens,
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.95,
-            "top_k": 0,
-        }
+            "max_new_tokens": self.trace_tokens, "do_sample": True, "temperature": 0.6,
+            "top_p": 0.95, "top_k": 0,
+        }  # fmt: skip
 
     def _places(self, draw: random.Random) -> list[int]:
         """After how many tokens paragraphs end; one ends at half of the trace, none just before."""
@@ -262,29 +240,21 @@ class Bench:
         Raises:
             RuntimeError: an arm does not write what it is said to write.
         """
-        half = {
-            "mode": "threshold",
-            "threshold": 0.0,
-            "min_thinking_tokens": self.trace_tokens // 2,
-            "max_answer_tokens": ANSWER_TOKENS,
-        }
-        calls = {
-            "plain": self.alone.generate,
-            "pruned": partial(
-                self.models[tuning].generate, stop_policy=NEVER if kind == "never" else half
-            ),
-        }
+        half = {"min_thinking_tokens": self.trace_tokens // 2, "max_answer_tokens": ANSWER_TOKENS}
+        told = NEVER if kind == "never" else {"mode": "threshold", "threshold": 0.0, **half}
+        pruned = partial(self.models[tuning].generate, stop_policy=told)
+        calls = {"plain": self.alone.generate, "pruned": pruned}
         times: dict[str, list[list[Timed]]] = {name: [] for name in calls}
         for run in range(runs):
             arms = {name: Stepwise(self.seed) for name in calls}
             for name, arm in arms.items():
                 arm.call = partial(calls[name], **self._inputs(batch, arm.pause))
-            taken = in_turn({name: arm.step for name, arm in arms.items()}, run)
+            taken = timing.in_turn({name: arm.step for name, arm in arms.items()}, run)
             for name, steps in taken.items():
                 times[name].append(steps[1:])  # without the prompt's
             self._check(kind, tuning, arms["plain"].result, arms["pruned"].result)
-        plain, pruned = times.values()
-        return clock_ratios(pruned, plain) if kind == "never" else clock_ratios(plain, pruned)
+        first, second = times.values()
+        return timing.clock_ratios(*((second, first) if kind == "never" else (first, second)))
 
     def _check(self, kind: str, tuning: str, plain: torch.Tensor, pruned: torch.Tensor) -> None:
         if kind == "never":
@@ -293,7 +263,7 @@ class Bench:
             if min(len(record.step_ends) for record in self.models[tuning].last_stop) < 2:
                 raise RuntimeError("too few paragraph ends: the trace is too short to measure")
             return
-        kept = self.prompt_tokens + self.trace_tokens // 2
+        kept = PROMPT_TOKENS + self.trace_tokens // 2
         if pruned.shape[1] != kept + len(self.fmt.forced_suffix()) + ANSWER_TOKENS:
             raise RuntimeError(f"the stopped rows have {pruned.shape[1]} tokens")
         if not torch.equal(pruned[:, :kept], plain[:, :kept]):
@@ -301,48 +271,39 @@ class Bench:
 
     def tail_over_base(self, tuning: str) -> float:
         """The policy's weights over the base's."""
-        policy, base = (
-            sum(p.numel() * p.element_size() for p in module.parameters())
-            for module in (self.models[tuning].policy, self.base)
-        )
+        modules = self.models[tuning].policy, self.base
+        policy, base = (sum(p.numel() for p in module.parameters()) for module in modules)
         return policy / base
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = options(__doc__, "a third of the runs: two minutes", before=True)
+    parser = timing.options(__doc__, "a third of the runs: two minutes", before=True)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="the base's sizes")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--runs", type=int, help="timed runs of each pair of arms (default: 6)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--trace-tokens", type=int, default=96)
-    parser.add_argument("--policy-layers", type=int, default=2)
-    tunings = ["layers", "queries"]
-    parser.add_argument("--tunings", nargs="+", default=tunings, choices=tunings)
-    args = parse(parser)
-    args.runs = args.runs or (2 if args.quick else 6)
-    args.device, args.dtype, args.attention = "cpu", "float32", "sdpa"
-    shape = SHAPES[args.shape]
-    bench = Bench(shape, args)
+    args = timing.parse(parser)
+    runs, shape = args.runs or (2 if args.quick else 6), SHAPES[args.shape]
+    bench = Bench(shape, args.trace_tokens, args.seed)
     print(
-        f"{shape.layers} layers, hidden {shape.hidden}, n={args.policy_layers}, "
-        f"prompt {args.prompt_tokens} and trace {args.trace_tokens} tokens, a paragraph's end "
-        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs, step by step in turn\n{environment()}\n"
+        f"{shape}, n=2, prompt {PROMPT_TOKENS} and trace {args.trace_tokens} tokens, a paragraph's "
+        f"end every {GAPS[0]}-{GAPS[-1]}; {runs} runs, steps in turn\n{timing.environment()}\n"
     )
-    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
-    for batch in args.batches:
-        kinds = ("never", "half") if batch == args.batches[0] else ("never",)
-        for kind, tuning in ((kind, tuning) for kind in kinds for tuning in args.tunings):
-            name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
-            name = name if tuning == "layers" else f"{tuning}_{name}"
-            said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
-            wall, cpu = bench.ratios(batch, kind, tuning, args.runs)
-            result |= show(name, f"{said}, {tuning}, batch {batch}", wall, cpu)
-    for tuning in args.tunings:
-        share = bench.tail_over_base(tuning)
-        result["tail_over_base" if tuning == "layers" else f"{tuning}_tail_over_base"] = share
+    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": runs}
+    for batch, kind, tuning in (
+        (batch, kind, tuning)
+        for batch, kind in ((1, "never"), (1, "half"), (8, "never"))
+        for tuning in TUNINGS
+    ):
+        name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
+        said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
+        wall, cpu = bench.ratios(batch, kind, tuning, runs)
+        key = TUNINGS[tuning] + name
+        result |= timing.show(key, f"{said}, {tuning}, batch {batch}", wall, cpu)
+    for tuning, prefix in TUNINGS.items():
+        result[f"{prefix}tail_over_base"] = share = bench.tail_over_base(tuning)
         print(f"{f'weights of the tail, {tuning}':46}{share:.1%} of the base's")
-    print_last_line(result, args.json)
+    timing.print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import subprocess
 import sys
@@ -33,17 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import timing
 import torch
 from generate import SHAPES, Bench, Shape, breaks_of, random_base
-from timing import (
-    environment,
-    matrix_limit,
-    options,
-    parse,
-    print_last_line,
-    random_traces,
-    timed,
-)
+from timing import VLLM_NEVER, random_traces, timed
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -56,9 +48,9 @@ from ospruner.train.trainer import StopTrainer
 from ospruner.train.untrained import untrained
 
 Found = dict[str, Any]
-NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
 TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
 """How far two engines' probabilities of stopping may lie apart."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PEAK_GIB = 60.0  # what a training step may take
 
 
@@ -66,22 +58,14 @@ PEAK_GIB = 60.0  # what a training step may take
 class Job:
     """What a check is given.
 
-    Attributes:
-        folder: shared by all checks of one run.
-        tuning: of the policies.
-        seed: of weights, prompts and draws.
-        device: "cuda" or "cpu".
-        shape: the base's.
-        tokens: a request writes so many.
-        traces, trace_tokens: of the training step.
-        streams: requests at a time inside vLLM.
-        blocks: pages of vLLM that are too few for all streams.
+    A request writes `tokens`, `streams` of them at a time; a training step takes `traces` of
+    `trace_tokens`; `blocks` are pages of vLLM that are too few for all streams. The folder is
+    shared by all checks of one run.
     """
 
     folder: Path
     tuning: Literal["queries", "layers"]
     seed: int
-    device: str
     shape: Shape = SHAPES["7b"]
     dtype: str = "bfloat16"
     tokens: int = 256
@@ -97,33 +81,19 @@ class Job:
 
 
 TINY: Found = {
-    "shape": SHAPES["tiny"],
-    "dtype": "float32",
-    "tokens": 64,
-    "traces": 8,
-    "trace_tokens": 200,
-    "streams": (1, 4),
-    "blocks": 9,
-}
+    "shape": SHAPES["tiny"], "dtype": "float32", "tokens": 64, "traces": 8, "trace_tokens": 200,
+    "streams": (1, 4), "blocks": 9,
+}  # fmt: skip
 
 
 def check_generate(job: Job) -> Found:
     """Parity and speed in transformers, for each implementation of attention that is there."""
     found: Found = {}
-    for kind in ("sdpa", "flash_attention_2") if job.device == "cuda" else ("sdpa",):
-        args = argparse.Namespace(
-            prompt_tokens=64,
-            trace_tokens=job.tokens,
-            seed=job.seed,
-            device=job.device,
-            dtype=job.dtype,
-            policy_layers=2,
-            tunings=[job.tuning],
-            attention=kind,
-        )
+    for kind in ("sdpa", "flash_attention_2") if DEVICE == "cuda" else ("sdpa",):
+        built = {"device": DEVICE, "dtype": job.dtype, "attention": kind}
         found[kind] = {"tokens_equal": True}
         try:
-            bench = Bench(job.shape, args)
+            bench = Bench(job.shape, job.tokens, job.seed, [job.tuning], **built)
             for batch in (1, 8):
                 ratio, _ = bench.ratios(batch, "never", job.tuning, 2)
                 bench.ratios(batch, "half", job.tuning, 1)
@@ -140,14 +110,14 @@ def check_train(job: Job) -> Found:
     """One optimiser step as `ospruner train` takes it: trunk, validation and saving included."""
     reasoner = Reasoner()
     tokenizer, vocabulary = reasoner.tokenizer, len(reasoner.tokenizer)
-    base = random_base(job.shape, tokenizer, 2 * job.trace_tokens, job.seed, job.device, job.dtype)
+    base = random_base(job.shape, tokenizer, 2 * job.trace_tokens, job.seed, DEVICE, job.dtype)
     steps = job.trace_tokens // 40
     batch = random_traces(job.traces, steps, job.trace_tokens, vocabulary, job.seed, spread=0.0)
     few = random_traces(2, 5, 60, vocabulary, job.seed + 1)
     made = reasoner.label_settings(job.seed)
     config = StopConfig(
         str(job.folder / "run"), head="fixed", prices=[1e-4], batch_size=job.traces,
-        num_train_epochs=1, seed=job.seed, tuning=job.tuning, use_cpu=job.device == "cpu",
+        num_train_epochs=1, seed=job.seed, tuning=job.tuning, use_cpu=DEVICE == "cpu",
         disable_tqdm=True,
     )  # fmt: skip
     trainer = StopTrainer(
@@ -156,10 +126,12 @@ def check_train(job: Job) -> Found:
     )  # fmt: skip
     with FlopCounterMode(display=False) as counter:
         _, taken = timed(trainer.train)
-    found: Found = {"seconds_a_step": taken.wall_seconds, "operations": counter.get_total_flops()}
-    limit = matrix_limit(job.device, job.dtype, 8192 if job.device == "cuda" else 512)
-    found["share_of_matrix_product"] = found["operations"] / taken.wall_seconds / limit
-    if job.device == "cpu":
+    seconds, operations = taken.wall_seconds, counter.get_total_flops()
+    limit = timing.matrix_limit(DEVICE, job.dtype, 8192 if DEVICE == "cuda" else 512)
+    share = operations / seconds / limit
+    found: Found = {"seconds_a_step": seconds, "operations": operations}
+    found["share_of_matrix_product"] = share
+    if DEVICE == "cpu":
         return {"held": None, **found}
     peak = torch.cuda.max_memory_allocated() / 2**30
     return {"held": peak <= PEAK_GIB, "allowed_gib": PEAK_GIB, "peak_gib": peak, **found}
@@ -168,12 +140,12 @@ def check_train(job: Job) -> Found:
 def check_vllm_base(job: Job) -> Found:
     """Writes the base and its policy, for the checks of vLLM."""
     tokenizer, folder = Reasoner().tokenizer, job.folder / "base"
-    base = random_base(job.shape, tokenizer, 2048, job.seed, job.device, job.dtype)
+    base = random_base(job.shape, tokenizer, 2048, job.seed, DEVICE, job.dtype)
     base.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model = untrained(base, tokenizer, base_model_name_or_path=str(folder), tuning=job.tuning)
     with torch.no_grad():  # a head of zeros would hide the states
-        model.policy.head.weight.normal_(0.0, 2.0 / job.shape.hidden**0.5)
+        model.policy.head.weight.normal_(0.0, 2.0 / job.shape.hidden_size**0.5)
         model.policy.head.bias.fill_(-4.0)
     model.save_pretrained(job.folder / "policy")
     return {"held": None, "parameters": base.num_parameters()}
@@ -188,13 +160,12 @@ class Served:
         from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
 
         self.job = job
-        arguments: Found = {"dtype": job.dtype, "max_model_len": 32 + job.tokens + 64}
-        arguments |= {"gpu_memory_utilization": 0.8} if job.device == "cuda" else {"block_size": 32}
+        further |= {"dtype": job.dtype, "max_model_len": 32 + job.tokens + 64, "seed": job.seed}
+        further |= {"gpu_memory_utilization": 0.8} if DEVICE == "cuda" else {"block_size": 32}
         if policy:
-            arguments |= {"logits_processors": [PROCESSOR]}
-            arguments |= {"worker_extension_cls": WORKER_EXTENSION}
-        name = "policy" if policy else "base"
-        self.llm = LLM(model=str(job.folder / name), seed=job.seed, **{**arguments, **further})
+            ours = {"logits_processors": [PROCESSOR], "worker_extension_cls": WORKER_EXTENSION}
+            further |= ours
+        self.llm = LLM(model=str(job.folder / ("policy" if policy else "base")), **further)
         fmt, draw = Reasoner().token_format, random.Random(job.seed)
         break_id, banned = breaks_of(fmt, len(fmt.kinds))
         closed = {break_id, *banned}
@@ -206,15 +177,15 @@ class Served:
         """One pass: seconds, and each request's tokens."""
         from vllm import SamplingParams
 
+        # What the policy forces comes after the mask of allowed tokens.
+        common: Found = {"temperature": 1.0, "allowed_token_ids": self.allowed, "detokenize": False}
+        common["max_tokens"] = self.job.tokens
         params = [
             SamplingParams(
-                temperature=1.0,
+                **common,
                 seed=self.job.seed + i,
-                max_tokens=self.job.tokens,
                 ignore_eos="max_thinking_tokens" not in extra(i),
-                allowed_token_ids=self.allowed,  # what the policy forces comes after this mask
                 extra_args=extra(i) or None,
-                detokenize=False,
             )
             for i in range(requests)
         ]
@@ -238,7 +209,7 @@ class Served:
     def keep_records(self, name: str) -> None:
         """Writes what the policy saw in one pass: prompt, tokens, step ends, probabilities."""
         requests = max(self.job.streams)
-        _, written = self.run(requests, lambda i: {**NEVER, "stop_id": f"r{i}"})
+        _, written = self.run(requests, lambda i: {**VLLM_NEVER, "stop_id": f"r{i}"})
         seen = []
         for i, tokens in enumerate(written):
             told = self.llm.collective_rpc("ospruner_record", args=(f"r{i}",))[0]
@@ -253,9 +224,9 @@ def check_vllm_plain(job: Job) -> Found:
 
 def check_vllm_policy(job: Job) -> Found:
     """The policy inside vLLM, with the graphs that vLLM captures by default."""
-    early = {**NEVER, "stop_answer": "forced", "max_answer_tokens": 8}
+    early = {**VLLM_NEVER, "stop_answer": "forced", "max_answer_tokens": 8}
     served = Served(job, policy=True)
-    ours = served.speeds(NEVER, {**early, "max_thinking_tokens": job.tokens // 4})
+    ours = served.speeds(VLLM_NEVER, {**early, "max_thinking_tokens": job.tokens // 4})
     served.keep_records("records")
     plain = job.earlier("vllm_plain")
     if plain is None:
@@ -287,12 +258,12 @@ def check_vllm_parity(job: Job) -> Found:
     """Probabilities of stopping on vLLM's own tokens: vLLM's against transformers'."""
     dtype = getattr(torch, job.dtype)
     model = OSPrunerForCausalLM.from_pretrained(job.folder / "policy", dtype=dtype)
-    torch.nn.Module.to(model, job.device)
+    torch.nn.Module.to(model, DEVICE)
     found: Found = {}
     for name in ("records", "preempted"):
         gaps: list[float] = []
         for one in job.earlier(name) or ():
-            ids = torch.tensor([[*one["prompt"], *one["tokens"]]], device=job.device)
+            ids = torch.tensor([[*one["prompt"], *one["tokens"]]], device=DEVICE)
             with torch.inference_mode():
                 exact = torch.sigmoid(stop_logits(model, ids)[0].float()).cpu()
             at = [len(one["prompt"]) + end - 1 for end in one["step_ends"]]
@@ -308,21 +279,16 @@ def check_vllm_parity(job: Job) -> Found:
 def check_labels(job: Job) -> Found:
     """What `benchmarks/labels.py` finds here; vLLM forks on the GPU."""
     file = job.folder / "labels_numbers.json"
-    quick = ["--quick"] if job.device == "cpu" else []
+    quick = ["--quick"] if DEVICE == "cpu" else []
     command = [sys.executable, str(Path(__file__).with_name("labels.py")), *quick]
     subprocess.run([*command, "--json", str(file), "--seed", str(job.seed)], check=True)
     return {"held": None, **json.loads(file.read_text())}
 
 
-CHECKS: dict[str, Callable[[Job], Found]] = {
-    "generate": check_generate,
-    "train": check_train,
-    "vllm_base": check_vllm_base,
-    "vllm_plain": check_vllm_plain,
-    "vllm_policy": check_vllm_policy,
-    "vllm_preempted": check_vllm_preempted,
-    "vllm_parity": check_vllm_parity,
-    "labels": check_labels,
+CHECKS: dict[str, Callable[[Job], Found]] = {  # in order of worth
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
 }
 
 
@@ -347,27 +313,26 @@ def run_child(name: str, job: Job, tiny: bool, seconds: float) -> Found:
 
 def main() -> None:
     """Runs the checks in turn; the last line is JSON."""
-    parser = options(__doc__)
+    parser = timing.options(__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: minutes on a CPU")
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--only", nargs="+", choices=CHECKS, help="these checks")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all checks (default: 10)")
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parse(parser)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = timing.parse(parser)
+    if DEVICE == "cpu" and not args.tiny:
+        raise SystemExit("no GPU is here; --tiny runs the same checks on a CPU, at tiny sizes")
     sizes = TINY if args.tiny else {}
     if args.check:
-        job = Job(args.folder, args.tuning, args.seed, device, **sizes)
+        job = Job(args.folder, args.tuning, args.seed, **sizes)
         (args.folder / f"{args.check}.json").write_text(json.dumps(CHECKS[args.check](job)))
         return
-    if device == "cpu" and not args.tiny:
-        raise SystemExit("no GPU is here; --tiny runs the same checks on a CPU, at tiny sizes")
     told = {"tiny": args.tiny, "seed": args.seed, "tuning": args.tuning}
-    result: Found = {**told, **environment(), "checks": {}}
+    result: Found = {**told, **timing.environment(), "checks": {}}
     end = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as name:
-        job = Job(Path(name), args.tuning, args.seed, device, **sizes)
+        job = Job(Path(name), args.tuning, args.seed, **sizes)
         for check in args.only or CHECKS:
             found: Found = {"held": None, "not_run": "no time left"}
             if (left := end - time.monotonic()) >= 1:
@@ -379,14 +344,11 @@ def main() -> None:
                 print(f"  {key}: {json.dumps(value)}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(result) + "\n")
-    print_last_line(result, args.json)
+    timing.print_json(result, args.json)
     if any(found["verdict"] == "NOT HELD" for found in result["checks"].values()):
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    timing.vllm_on_a_cpu()
     main()

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
-from timing import Timed, environment, options, parse, print_last_line, timed
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from timing import Timed
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from modeling_ospruner import TokenFormat
-from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner
 from ospruner.engines import Engine, ForkedAnswer, ForkRequest, SamplingSettings, TokenCount
-from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import prompt_token_ids
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
+BATCH_TOKENS = 8192  # padding included: what is encoded anew together
 
 
 class Boxes(StoppingCriteria):
@@ -56,26 +56,13 @@ class Boxes(StoppingCriteria):
 
 
 @torch.inference_mode()
-def anew(
-    model: PreTrainedModel,
-    fmt: TokenFormat,
-    eos_ids: frozenset[int],
-    requests: Sequence[ForkRequest],
-    batch_tokens: int,
-) -> tuple[list[list[int]], int]:
+def anew(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> tuple[list[list[int]], int]:
     """The naive arm: every prefix is a request of its own, encoded anew.
-
-    Args:
-        model: the base.
-        fmt: its format.
-        eos_ids: ids that end a text.
-        requests: what is forked.
-        batch_tokens: tokens, padding included, that are encoded together.
 
     Returns:
         The answers' ids, request by request in the order of its cuts; and the tokens computed.
     """
-    suffix = fmt.forced_suffix()
+    suffix = reasoner.token_format.forced_suffix()
     prefixes = [
         [*request.prompt_ids, *request.trace_ids[:cut], *suffix]
         for request in requests
@@ -86,24 +73,15 @@ def anew(
     computed = sum(map(len, prefixes))
     while len(answers) < len(order):
         left = order[len(answers) :]
-        numbers = left[: max(1, batch_tokens // len(prefixes[left[0]]))]
-        longest = len(prefixes[numbers[0]])
-        ids, mask = torch.zeros(2, len(numbers), longest, dtype=torch.long)
-        for row, number in enumerate(numbers):
-            prefix = torch.tensor(prefixes[number])
-            ids[row, longest - len(prefix) :] = prefix
-            mask[row, longest - len(prefix) :] = 1
-        boxes = Boxes(fmt, eos_ids, len(numbers))
-        written: Any = model
-        written.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=MAX_ANSWER_TOKENS,
-            stopping_criteria=StoppingCriteriaList([boxes]),
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        numbers = left[: max(1, BATCH_TOKENS // len(prefixes[left[0]]))]
+        rows = {"input_ids": [prefixes[n] for n in numbers]}
+        padded = reasoner.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
+        boxes = Boxes(reasoner.token_format, reasoner.engine.eos_ids, len(numbers))
+        base: Any = reasoner.model
+        base.generate(
+            **padded, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS,
+            stopping_criteria=StoppingCriteriaList([boxes]), eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
         answers |= dict(zip(numbers, boxes.answers, strict=True))
         computed += boxes.computed
     return [answers[n] for n in range(len(prefixes))], computed
@@ -114,17 +92,15 @@ def forked(
 ) -> tuple[list[list[ForkedAnswer]], Timed]:
     """The forced answers, and how long they took."""
     suffix = fmt.forced_suffix()
-    return timed(lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
+    return timing.timed(lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
 
 
 def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> list[ForkRequest]:
     """What the reasoner thinks, laid end to end in lengths and with steps of real traces."""
-    fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
-    drawn = draw_split("test", problems, seed)
-    prompts = [prompt_token_ids(p.id, user_message(p, fmt.format), tokenizer, fmt) for p in drawn]
+    asked = timing.reasoner_prompts(reasoner, problems, seed)
+    prompts, names = list(asked.values()), [f"{name}/0" for name in asked]
     settings = SamplingSettings(max_new_tokens=MAX_THINKING_TOKENS, seed=seed)
-    names = [f"{problem.id}/0" for problem in drawn]
-    thought = reasoner.engine.sample(prompts, settings, fmt, names)
+    thought = reasoner.engine.sample(prompts, settings, reasoner.token_format, names)
     tokens = itertools.cycle([i for trace in thought for i in trace.trace_ids])
     shapes = json.loads(SHAPES.read_text("utf-8"))["traces"][:limit]
     return [
@@ -159,11 +135,10 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = options(__doc__, "fewer traces: a minute", before=True)
+    parser = timing.options(__doc__, "fewer traces: a minute", before=True)
     parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
-    args = parse(parser)
+    args = timing.parse(parser)
     reasoner = Reasoner()
     fmt, engine = reasoner.token_format, reasoner.engine
     reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
@@ -171,9 +146,7 @@ def main() -> None:
     requests = long_traces(reasoner, args.problems, limit, args.seed)
     engine.counts = shared = TokenCount()
     answers, forking = forked(engine, fmt, requests)
-    (theirs, computed), encoding = timed(
-        lambda: anew(reasoner.model, fmt, engine.eos_ids, requests, args.batch_tokens)
-    )
+    (theirs, computed), encoding = timing.timed(lambda: anew(reasoner, requests))
     ours = [fork.ids for forks in answers for fork in forks]
     same = sum(list(ids) == other for ids, other in zip(ours, theirs, strict=True))
     result: dict[str, Any] = {
@@ -188,14 +161,13 @@ def main() -> None:
     trace_tokens = sum(len(request.trace_ids) for request in requests)
     print(
         f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers; "
-        f"{environment()}\n"
+        f"{timing.environment()}\n"
     )
     for name, value in result.items():
         print(f"{name:36}{'not installed' if value is None else f'{value:.3f}'}")
     sizes = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}
     seconds = {"fork_seconds": forking.wall_seconds, "fork_cpu_seconds": forking.cpu_seconds}
-    more = {**sizes, **seconds, "seed": args.seed}
-    print_last_line({**result, **more}, args.json)
+    timing.print_last_line({**result, **sizes, **seconds, "seed": args.seed}, args.json)
 
 
 if __name__ == "__main__":

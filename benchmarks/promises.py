@@ -12,13 +12,14 @@ measured loss is small enough; "betting" and "exact" are those of `ospruner cali
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from timing import environment, options, parse, print_last_line
+import timing
 
 from ospruner.calibrating import PRICE_THRESHOLD
 from ospruner.comparing import Judged
@@ -44,14 +45,8 @@ def calibrations(
         picks: (C, n) the problems of C calibrations.
         max_loss: of the null.
     """
-    chosen = np.full(len(picks), -1)
-    alive = np.arange(len(picks))
-    for price, of_price in enumerate(lost):
-        alive = alive[rejects(of_price[picks[alive]], max_loss, LEVEL)]
-        if not len(alive):
-            break
-        chosen[alive] = price
-    return chosen
+    rejected = np.stack([rejects(of_price[picks], max_loss, LEVEL) for of_price in lost])  # (J, C)
+    return np.logical_and.accumulate(rejected).sum(axis=0) - 1
 
 
 def naive(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
@@ -91,62 +86,43 @@ def measure(
         lost[mode] = np.stack([losses(table, outcome) for outcome in outcomes])
         saved[mode] = np.array([1 - one.mean_tokens / full.mean_tokens for one in outcomes])
     rows = []
-    for max_loss in limits:
-        for n in numbers:
-            draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
-            picks = draws.integers(0, lost["sample"].shape[1], (resamples, n))
-            for name, (mode, choose) in CHOICES.items():
-                prices = choose(lost[mode], picks, max_loss)
-                served, truth = prices >= 0, lost[mode].mean(axis=1)
-                rows.append(
-                    {
-                        "choice": name,
-                        "mode": mode,
-                        "max_loss": max_loss,
-                        "problems": n,
-                        "saved": float(np.where(served, saved[mode][prices], 0.0).mean()),
-                        "broken": float((served & (truth[prices] > max_loss)).mean()),
-                        "served": float(served.mean()),
-                    }
-                )
-    return {
-        "rows": rows,
-        "population": len(table.problem_ids),
-        "resamples": resamples,
-        "seed": seed,
-        "labels": ours.labels.data_hash,
-        **environment(),
-    }
+    for max_loss, n in itertools.product(limits, numbers):
+        draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
+        picks = draws.integers(0, lost["sample"].shape[1], (resamples, n))
+        for name, (mode, choose) in CHOICES.items():
+            prices = choose(lost[mode], picks, max_loss)
+            served, truth = prices >= 0, lost[mode].mean(axis=1)
+            numbers_of = {
+                "saved": np.where(served, saved[mode][prices], 0.0),
+                "broken": served & (truth[prices] > max_loss),
+                "served": served,
+            }
+            means = {key: float(values.mean()) for key, values in numbers_of.items()}
+            rows.append(
+                {"choice": name, "mode": mode, "max_loss": max_loss, "problems": n, **means}
+            )
+    sizes = {"population": len(table.problem_ids), "resamples": resamples, "seed": seed}
+    return {"rows": rows, **sizes, "labels": ours.labels.data_hash}
 
 
-def report(found: dict[str, Any]) -> None:
-    """Prints tokens saved, and how often the word was broken."""
-    print(
-        f"{found['population']} problems, {found['resamples']} calibrations each, seed "
-        f"{found['seed']}, commit {(found['git_commit'] or 'unknown')[:12]}"
-        f"{' and changes' if found['git_modified'] else ''}; tokens saved % (word broken %)"
-    )
+def main() -> None:
+    """Measures, prints the table, and the numbers as one JSON object."""
+    parser = timing.options(__doc__)
+    parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
+    parser.add_argument("--labels", default="runs/demo/labels/test")
+    parser.add_argument("--problems", type=int, nargs="+", default=[500, 1500])
+    parser.add_argument("--max-loss", type=float, nargs="+", default=[0.01, 0.02, 0.03])
+    parser.add_argument("--resamples", type=int, default=1000, help="calibrations each")
+    args = timing.parse(parser)
+    limits, asked = args.max_loss, (args.resamples, args.seed)
+    found = measure(args.policy, args.labels, args.problems, limits, *asked)
+    print(f"{found['population']} problems; tokens saved % (word broken %)")
     table = pd.DataFrame(dtype=object)
     for row in found["rows"]:
         head = f"{100 * row['max_loss']:g} pt, n={row['problems']}"
         table.loc[row["choice"], head] = f"{100 * row['saved']:.0f} ({100 * row['broken']:.0f})"
     print(table.to_string())
-
-
-def main() -> None:
-    """Measures, prints the table, and the numbers as one JSON object."""
-    parser = options(__doc__)
-    parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
-    parser.add_argument("--labels", default="runs/demo/labels/test")
-    parser.add_argument("--problems", default="500,1500", help="of a calibration")
-    parser.add_argument("--max-loss", default=".01,.02,.03")
-    parser.add_argument("--resamples", type=int, default=1000)
-    args = parse(parser)
-    numbers = [int(x) for x in args.problems.split(",")]
-    limits = [float(x) for x in args.max_loss.split(",")]
-    found = measure(args.policy, args.labels, numbers, limits, args.resamples, args.seed)
-    report(found)
-    print_last_line(found, args.json)
+    timing.print_last_line(found, args.json)
 
 
 if __name__ == "__main__":

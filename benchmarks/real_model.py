@@ -13,10 +13,8 @@ These commands run one after the other, each as one would type it; all of them a
     ospruner label        GSM8K's train problems (800 to train on, 200 for validation), 300 of its
                           test problems, 60 of MATH-500
     ospruner train        one policy of every price, and the baselines on the same pass of the base
-    ospruner compare      whole methods, and rules at fixed thresholds, on both test sets
-    benchmarks/serve.py   in vLLM, on the first test problems: seconds
-    ospruner compare --online   the same in transformers
-    benchmarks/engines.py what each engine does a second on the training problems
+    ospruner compare      whole methods and fixed thresholds; --online, seconds in transformers
+    benchmarks/serve.py   seconds in vLLM; engines.py, what each engine labels a second
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
@@ -30,8 +28,6 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
 import json
 import shlex
 import subprocess
@@ -41,9 +37,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from timing import environment, options, parse, print_last_line
+import timing
 
-from ospruner.provenance import read_provenance
+from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.labels.summary import stats_of
 
 HERE = Path(__file__).resolve().parent
@@ -60,7 +56,6 @@ GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
-COMMANDS = "commands.json"
 
 
 class Commands:
@@ -73,8 +68,8 @@ class Commands:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out, self.labels = args, args.out, args.out / "labels"
         self.out.mkdir(parents=True, exist_ok=True)
-        file = self.out / COMMANDS
-        self.kept: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        self.file = self.out / "commands.json"
+        self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def count(self, number: int) -> int:
         """That share of a number of problems which was asked for."""
@@ -95,31 +90,23 @@ class Commands:
             SystemExit: it failed.
         """
         program, *texts = map(str, words)
-        for field, value in fields.items():
-            texts += [] if value is None else ["--set", f"{field}={value}"]
+        given = [f"{field}={value}" for field, value in fields.items() if value is not None]
+        texts += [word for one in given for word in ("--set", one)]
         ours = program == "ospruner"
-        said = shlex.join(["ospruner"] if ours else ["python", f"benchmarks/{program}"])
-        said = f"{said} {shlex.join(texts)}"
-        inputs = {
-            str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in depends_on
-        }
+        said = ("ospruner " if ours else f"python benchmarks/{program} ") + shlex.join(texts)
+        inputs = {str(path.relative_to(self.out)): hash_files([path]) for path in depends_on}
         before = self.kept.get(name, {})
         same = before.get("command") == said and before.get("inputs") == inputs
-        if same and before.get("finished"):
+        if same and before["finished"]:
             return
         print(f"$ {said}", flush=True)
-        start = time.monotonic()
+        # A larger share adds to what a smaller one took.
+        start = time.monotonic() - (before.get("seconds", 0) if same or not depends_on else 0)
         started = ["-m", "ospruner.cli"] if ours else [str(HERE / program)]
         code = subprocess.run([sys.executable, *started, *texts]).returncode
-        goes_on = same or not depends_on  # a larger share adds to what a smaller one took
-        self.kept[name] = {
-            "command": said,
-            "inputs": inputs,
-            "finished": code == 0,
-            "seconds": (before.get("seconds", 0.0) if goes_on else 0.0) + time.monotonic() - start,
-        }
-        (self.out / COMMANDS).write_text(json.dumps(self.kept, indent=1), "utf-8")
+        took = {"finished": code == 0, "seconds": time.monotonic() - start}
+        self.kept[name] = {"command": said, "inputs": inputs, **took}
+        self.file.write_text(json.dumps(self.kept, indent=1), "utf-8")
         if code:
             raise SystemExit(f"{said}: exit status {code}; run this again to go on")
 
@@ -157,7 +144,8 @@ def train(commands: Commands) -> None:
 def compare(commands: Commands) -> None:
     """Whole methods, and rules at fixed thresholds, on the test problems."""
     labels, policies = commands.labels, commands.out / "policies"
-    validation, records = labels / "validation", sorted(policies.glob("*/run.json"))
+    manifests = [labels / name / "manifest.json" for name in PROBLEMS]
+    inputs = [*sorted(policies.glob("*/run.json")), *manifests]
     free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
     for name in TESTS:
         for kind, rules in (("frontier", ("rules",)), ("replay", free)):
@@ -165,13 +153,10 @@ def compare(commands: Commands) -> None:
             commands.run(
                 f"{kind} {name}",
                 *("ospruner", "compare", labels / name, *sorted(policies.iterdir()), *rules),
-                *("--choose-on", validation, "--base", commands.args.base, "--prices", "all"),
-                *("--states", commands.out / "states", "--out", out),
+                *("--choose-on", labels / "validation", "--base", commands.args.base),
+                *("--prices", "all", "--states", commands.out / "states", "--out", out),
                 *("--json", out / "numbers.json"),
-                depends_on=[
-                    *records, validation / "manifest.json", labels / name / "manifest.json"
-                ],
-                rewards_at=GAPS, train=labels / "train", benchmark=name,
+                depends_on=inputs, rewards_at=GAPS, train=labels / "train", benchmark=name,
             )  # fmt: skip
 
 
@@ -196,8 +181,8 @@ def seconds(commands: Commands) -> None:
         depends_on=[labels / "manifest.json", policy / "run.json"],
         batch_problems=8,
     )
-    asked = ["gsm8k", "--split", "train"]
-    asked = asked if args.files is None else [str(args.files / "gsm8k_train.jsonl.gz")]
+    file = args.files and args.files / "gsm8k_train.jsonl.gz"
+    asked = [file] if file else ["gsm8k", "--split", "train"]
     commands.run(
         "engines",
         *("engines.py", "--base", args.base, "--dataset", *asked, "--format", args.format),
@@ -209,27 +194,28 @@ def seconds(commands: Commands) -> None:
 def collect(commands: Commands) -> dict[str, Any]:
     """Everything that was measured, as one JSON object."""
     out, labels = commands.out, commands.labels
-    found: dict[str, Any] = {"commands": commands.kept, "seed": commands.args.seed}
     manifest = json.loads((labels / "train" / "manifest.json").read_text("utf-8"))
-    found["label_settings"] = manifest["settings"]
-    found["problems"] = {name: stats_of(labels / name) for name in PROBLEMS}
-    found["made_by"] = {}
-    for name in PROBLEMS:
-        record = dataclasses.asdict(read_provenance(labels / name))
-        found["made_by"][name] = {key: record[key] for key in MADE_BY}
-    for kind in ("frontier", "replay", "online"):
-        for file in sorted((out / kind).glob("**/numbers.json")):
-            name = file.parent.name if kind != "online" else "gsm8k"
-            found.setdefault(kind, {})[name] = json.loads(file.read_text("utf-8"))
-    for kind in ("served", "engines"):
-        if (file := out / kind / "numbers.json").is_file():
-            found[kind] = json.loads(file.read_text("utf-8"))
-    return {**found, **environment()}
+    records = {name: vars(read_provenance(labels / name)) for name in PROBLEMS}
+    found: dict[str, Any] = {
+        "commands": commands.kept,
+        "seed": commands.args.seed,
+        "label_settings": manifest["settings"],
+        "problems": {name: stats_of(labels / name) for name in PROBLEMS},
+        "made_by": {name: {key: of[key] for key in MADE_BY} for name, of in records.items()},
+    }
+    for file in sorted(out.glob("*/**/numbers.json")):
+        kind, *name = file.relative_to(out).parts[:-1]
+        numbers = json.loads(file.read_text("utf-8"))
+        if kind in ("served", "engines"):
+            found[kind] = numbers
+        else:
+            found.setdefault(kind, {})[name[0] if name else "gsm8k"] = numbers
+    return found
 
 
 def main() -> None:
     """Runs everything that is not yet there, and writes all numbers as one JSON object."""
-    parser = options(__doc__)
+    parser = timing.options(__doc__)
     parser.set_defaults(seed=1)
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
@@ -238,19 +224,17 @@ def main() -> None:
     parser.add_argument("--only-labels", action="store_true", help="leave out what follows them")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")
-    parser.add_argument(
-        "--dtype", default="auto", help="of the base: bfloat16 where the CPU has units for it"
-    )
+    parser.add_argument("--dtype", default="auto", help="of the base: bfloat16 where it is fast")
     parser.add_argument("--format", default="plain", help="the base's reasoning format")
     parser.add_argument("--prompt", default="check", help="how problems are put")
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
-    commands = Commands(parse(parser))
+    commands = Commands(timing.parse(parser))
     label(commands)
     if not commands.args.only_labels:
         train(commands)
         compare(commands)
         seconds(commands)
-    print_last_line(collect(commands), commands.args.json)
+    timing.print_last_line(collect(commands), commands.args.json)
 
 
 if __name__ == "__main__":

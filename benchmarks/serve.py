@@ -26,40 +26,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 from generate import GAPS, Shape, breaks_of, random_base
-from timing import (
-    Ratio,
-    Timed,
-    clock_ratios,
-    environment,
-    in_turn,
-    options,
-    parse,
-    print_last_line,
-    show,
-)
+from timing import VLLM_NEVER as NEVER
+from timing import Ratio, Timed, clock_ratios, show
+from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner import OSPrunerConfig
-from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.label_sets import load_labels
 from ospruner.train.untrained import untrained
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+timing.vllm_on_a_cpu()
 
 STREAMS = 64
 WARM_UP_STEPS = 4
-NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
 
 
 class Paragraphs(LogitsProcessor):
@@ -105,10 +93,8 @@ class Paragraphs(LogitsProcessor):
 class Case:
     """A base with its policy in folders, and the requests that both engines are given.
 
-    Attributes:
-        early: the policy's settings in arm "early".
-        extra: further keys of each request, for `Paragraphs`; () for none.
-        ignore_eos: whether requests go on to `max_tokens`.
+    `early` are the policy's settings in arm "early", `extra` further keys of each request, for
+    `Paragraphs`; with `ignore_eos` requests go on to `max_tokens`.
     """
 
     name: str
@@ -127,15 +113,11 @@ class Arms:
     def __init__(self, case: Case, dtype: str) -> None:
         self.case = case
         longest = max(map(len, case.prompts)) + case.max_tokens
-        arguments: dict[str, Any] = {
-            "dtype": dtype,
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_num_seqs": STREAMS,
-            "max_model_len": -(-longest // 32) * 32,
-            "enable_prefix_caching": False,  # each run computes its prompts
+        arguments: dict[str, Any] = {  # no prefix caching: each run computes its prompts
+            "dtype": dtype, "enforce_eager": True, "block_size": 32, "max_num_seqs": STREAMS,
+            "max_model_len": -(-longest // 32) * 32, "enable_prefix_caching": False,
             "disable_log_stats": True,
-        }
+        }  # fmt: skip
         own: list[Any] = [Paragraphs]
         self.plain = LLM(model=str(case.base), logits_processors=own, **arguments)
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
@@ -144,13 +126,8 @@ class Arms:
     def run(self, arm: str, turn: int = 0, limit: int | None = None) -> list[list[Timed]]:
         """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
 
-        Args:
-            arm: which.
-            turn: of the rounds; who takes the first step, the prompts', changes with it.
-            limit: tokens of a request at the most, in place of the case's.
-
-        Returns:
-            The times of plain vLLM's steps, and of the arm's.
+        Returns the times of plain vLLM's steps, and of the arm's. Who takes the first step, the
+        prompts', changes with the turn; `limit` stands in place of the case's tokens.
         """
         outputs: dict[str, dict[str, list[int]]] = {"plain": {}, arm: {}}
 
@@ -164,7 +141,7 @@ class Arms:
 
             return step
 
-        times = in_turn({name: stepper(name) for name in outputs}, turn)
+        times = timing.in_turn({name: stepper(name) for name in outputs}, turn)
         for name, found in outputs.items():
             self.tokens[name] = [found[str(i)] for i in range(len(self.case.prompts))]
         return list(times.values())
@@ -177,13 +154,10 @@ class Arms:
         for i, prompt in enumerate(case.prompts):
             theirs = case.extra[i] if case.extra else {}
             params = SamplingParams(
-                temperature=0.0,
-                max_tokens=limit or case.max_tokens,
-                ignore_eos=case.ignore_eos and arm != "early",
-                extra_args={**theirs, **ours},
-                detokenize=False,
+                temperature=0.0, max_tokens=limit or case.max_tokens, detokenize=False,
+                ignore_eos=case.ignore_eos and arm != "early", extra_args={**theirs, **ours},
                 output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            )  # fmt: skip
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
         return engine
 
@@ -202,48 +176,36 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
     return Case(Path(base).name, Path(base), policy, prompts, max_tokens, early)
 
 
-def reasoner_case(
-    folder: Path, requests: int, max_tokens: int, tuning: str = "queries", layers: int = 2
-) -> Case:
+def saved(base: PreTrainedModel, place: Path, folder: Path, tail: dict[str, Any]) -> Path:
+    """Where an untrained policy on a base that lies in `place` is saved."""
+    tokenizer, policy = Reasoner().tokenizer, folder / "policy"
+    untrained(base, tokenizer, **tail, base_model_name_or_path=str(place)).save_pretrained(policy)
+    return policy
+
+
+def reasoner_case(folder: Path, requests: int, max_tokens: int, **tail: Any) -> Case:
     """The embedded reasoner on its own problems, to their natural ends."""
     reasoner = Reasoner()
-    fmt = reasoner.token_format
-    problems = draw_split("test", requests, 0)
-    prompts = [
-        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
-        for p in problems
-    ]
-    place = str(reasoner.folder)
-    base, tokenizer = reasoner.model, reasoner.tokenizer
-    made = untrained(base, tokenizer, layers, tuning, base_model_name_or_path=place)
-    made.save_pretrained(folder / "policy")
-    policy = folder / "policy"
+    prompts = list(timing.reasoner_prompts(reasoner, requests, 0).values())
+    policy = saved(reasoner.model, reasoner.folder, folder, tail)
     return Case("reasoner", reasoner.folder, policy, prompts, max_tokens, budget(60))
 
 
 def random_case(
-    folder: Path,
-    requests: int,
-    hidden: int,
-    tokens: int,
-    seed: int,
-    tuning: str = "queries",
-    layers: int = 2,
+    folder: Path, requests: int, hidden: int, tokens: int, seed: int, **tail: Any
 ) -> Case:
-    """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
+    """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions; `tail` of `untrained`."""
     reasoner = Reasoner()
     shape = Shape(28, hidden, 4 * hidden, max(4, hidden // 64), 2, 24 * hidden)
     base = random_base(shape, reasoner.tokenizer, 4096, seed)
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
-    place = str(folder / "base")
-    made = untrained(base, reasoner.tokenizer, layers, tuning, base_model_name_or_path=place)
-    made.save_pretrained(folder / "policy")
+    policy = saved(base, folder / "base", folder, tail)
     draw = random.Random(seed)
     # As short beside the text as a problem is beside a reasoning model's thinking.
     length = max(1, tokens // 50)
     prompts = [[draw.randrange(5, 600) for _ in range(length)] for _ in range(requests)]
-    break_id, banned = breaks_of(reasoner.token_format, shape.vocabulary)
+    break_id, banned = breaks_of(reasoner.token_format, shape.vocab_size)
     extra = []
     for _ in prompts:
         places, at = [], -draw.randrange(GAPS[-1])  # the first tokens stand within paragraphs
@@ -252,18 +214,11 @@ def random_case(
                 places.append(at)
         extra.append({"paragraphs": places, "break_id": break_id, "banned": banned})
     name, early = f"28 layers of {hidden}", budget(tokens // 4)
-    folders = folder / "base", folder / "policy"
-    return Case(name, *folders, prompts, tokens, early, extra, ignore_eos=True)
+    return Case(name, folder / "base", policy, prompts, tokens, early, extra, ignore_eos=True)
 
 
 def measure(case: Case, rounds: int, dtype: str = "float32", key: str = "") -> dict[str, Any]:
-    """Times both arms of a case against plain vLLM.
-
-    Args:
-        case: the case.
-        rounds: runs of each pair of arms.
-        dtype: of the base.
-        key: what is added to the names of the numbers.
+    """Times both arms of a case against plain vLLM; `key` is added to the names of the numbers.
 
     Returns:
         `never_stop_ratio`, tokens/s with a policy that never stops over plain vLLM's, and
@@ -305,7 +260,7 @@ def measure(case: Case, rounds: int, dtype: str = "float32", key: str = "") -> d
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     quick = "the random base alone, half as long, one round: three minutes"
-    parser = options(__doc__, quick, before=True)
+    parser = timing.options(__doc__, quick, before=True)
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
     parser.add_argument("--hidden", type=int, default=512, help="of the random base")
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
@@ -317,7 +272,7 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
     parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
     parser.add_argument("--dtype", default="float32", help="with --policy: of its base")
-    args = parse(parser)
+    args = timing.parse(parser)
     if args.policy and args.labels is None:
         parser.error("--policy needs --labels, whose prompts both engines are given")
     requests = args.requests or (STREAMS if args.policy else 2 * STREAMS)
@@ -325,7 +280,7 @@ def main() -> None:
     rounds = args.rounds or (1 if args.quick or args.policy else 2)
     sizes = {"requests": requests, "tokens": tokens}
     with tempfile.TemporaryDirectory() as name:
-        folder, tail = Path(name), {"tuning": args.tuning, "layers": args.layers}
+        folder, tail = Path(name), {"tuning": args.tuning, "num_policy_layers": args.layers}
         if args.policy:
             case = policy_case(args.policy, args.labels, requests, tokens, args.price)
             result = measure(case, rounds, args.dtype) | {"price": args.price}
@@ -335,7 +290,7 @@ def main() -> None:
             if not args.quick:
                 case = reasoner_case(folder / "reasoner", requests, 600, **tail)
                 result |= measure(case, rounds, key="_reasoner")
-    print_last_line({**result, "streams": STREAMS, **sizes, **environment()}, args.json)
+    timing.print_last_line({**result, "streams": STREAMS, **sizes}, args.json)
 
 
 if __name__ == "__main__":

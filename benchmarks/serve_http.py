@@ -12,22 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import timing
 from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
-from timing import environment, options, parse, print_last_line
 from transformers import AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
@@ -39,30 +32,16 @@ from ospruner.eval.problems.problem import user_message
 from ospruner.formats import guess
 
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
-PERCENTILES = (50, 99)
 WORDS = 40  # tokens that the random base may write; each is a break with 1/40
-START_SECONDS = 900  # as long as a server takes on two busy cores
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a server is sent.
-
-    Attributes:
-        case: of benchmarks/serve.py: the policy that is served, prompts, tokens of each request.
-        common: of each request's body.
-    """
-
-    case: Case
-    common: dict[str, Any]
-
-    def problems(self) -> Path:
-        """Writes the case's prompts as chats, in a JSON-lines file."""
-        file = self.case.policy.with_name("problems.jsonl")
-        fmt = guess(AutoTokenizer.from_pretrained(self.case.policy))
-        asked = [user_message(p, fmt) for p in draw_split("test", len(self.case.prompts), 0)]
-        file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
-        return file
+def problems_of(case: Case) -> Path:
+    """Writes as many chats as a case has prompts, in a JSON-lines file."""
+    file = case.policy.with_name("problems.jsonl")
+    fmt = guess(AutoTokenizer.from_pretrained(case.policy))
+    asked = [user_message(p, fmt) for p in draw_split("test", len(case.prompts), 0)]
+    file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
+    return file
 
 
 def random_words(case: Case) -> dict[str, Any]:
@@ -73,51 +52,8 @@ def random_words(case: Case) -> dict[str, Any]:
     return {"temperature": 1.0, "allowed_token_ids": [case.extra[0]["break_id"], *visible]}
 
 
-@contextlib.contextmanager
-def served(policy: Path, log: Path) -> Iterator[str]:
-    """A server on a policy, ready to answer; all of its processes end afterwards.
-
-    Raises:
-        RuntimeError: it does not start.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy), "--opt-in"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    # Otherwise the second pass would find the first one's prompts computed.
-    command += ["--block-size", "32", "--no-enable-prefix-caching"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        end = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server did not start: {log.read_text()[-4000:]}")
-            time.sleep(1)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int) -> dict[str, Any]:
-    """One pass of the load generator.
-
-    Args:
-        url: the server.
-        load: what is sent.
-        keys: of `vllm_xargs`.
-        requests: how many of the load's, the first ones.
-        seed: of the requests' order.
+def send(url: str, case: Case, body: Mapping[str, Any], requests: int, seed: int) -> dict[str, Any]:
+    """One pass of the load generator over the first requests of a case; `body` goes with each.
 
     Returns:
         p50 and p99 of each measure in ms, and tokens: generated, and all but the answers' texts.
@@ -129,12 +65,11 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
     add_cli_args(parser)
     asked = {
         "backend": "openai-chat", "endpoint": "/v1/chat/completions", "base-url": url,
-        "model": load.case.policy, "served-model-name": "policy", "dataset-name": "custom",
-        "dataset-path": load.problems(), "custom-output-len": load.case.max_tokens,
+        "model": case.policy, "served-model-name": "policy", "dataset-name": "custom",
+        "dataset-path": problems_of(case), "custom-output-len": case.max_tokens,
         "num-prompts": requests, "max-concurrency": STREAMS, "seed": seed,
-        "percentile-metrics": ",".join(MEASURES),
-        "metric-percentiles": ",".join(map(str, PERCENTILES)),
-        "extra-body": json.dumps({**load.common, "vllm_xargs": dict(keys)}),
+        "percentile-metrics": ",".join(MEASURES), "metric-percentiles": "50,99",
+        "extra-body": json.dumps(body),
     }  # fmt: skip
     arguments = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     arguments += ["--skip-chat-template", "--disable-tqdm", "--save-detailed"]
@@ -145,26 +80,37 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
     told: dict[str, Any] = {
         f"{measure}_p{percent}_ms": round(result[f"p{percent}_{measure}_ms"], 1)
         for measure in MEASURES
-        for percent in PERCENTILES
+        for percent in (50, 99)
     }
-    tokenizer = AutoTokenizer.from_pretrained(load.case.policy)
+    tokenizer = AutoTokenizer.from_pretrained(case.policy)
     answers = tokenizer(result["generated_texts"], add_special_tokens=False).input_ids
     told["generated_tokens"] = result["total_output_tokens"]
     told["thinking_tokens"] = result["total_output_tokens"] - sum(map(len, answers))
     return told
 
 
-def measure(load: Load, seed: int) -> dict[str, dict[str, Any]]:
-    """Both arms on one server, printed as a table."""
-    case, requests = load.case, len(load.case.prompts)
-    budget = case.early["max_thinking_tokens"]
+def measure(case: Case, common: Mapping[str, Any], seed: int) -> dict[str, dict[str, Any]]:
+    """Both arms on one server, printed as a table; `common` are keys of all requests' bodies."""
+    sys.path.append(str(timing.HERE))
+    from tests.server_process import free_port, running_server
+
+    requests, budget = len(case.prompts), case.early["max_thinking_tokens"]
     on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_answer_tokens": 8}
-    pruned = on | {"max_thinking_tokens": budget}
-    arms: dict[str, dict[str, Any]] = {"off": {"stop_policy": False}, "on": pruned}
-    with served(case.policy, case.policy.with_name("server.log")) as url:
-        for keys in arms.values():
-            send(url, load, keys, min(requests, STREAMS), seed)  # warms up
-        told = {arm: send(url, load, keys, requests, seed) for arm, keys in arms.items()}
+    keys = {"off": {"stop_policy": False}, "on": {**on, "max_thinking_tokens": budget}}
+    arms = {arm: {**common, "vllm_xargs": ours} for arm, ours in keys.items()}
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(case.policy), "--opt-in"]
+    command += ["--host", "127.0.0.1", "--port", port, "--served-model-name", "policy"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    # Otherwise the second pass would find the first one's prompts computed.
+    command += ["--block-size", "32", "--no-enable-prefix-caching"]
+    # The server has an engine process; `serve` turned that off for engines of its own.
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with running_server(command, url, processes, case.policy.with_name("server.log")):
+        for body in arms.values():
+            send(url, case, body, min(requests, STREAMS), seed)  # warms up
+        told = {arm: send(url, case, body, requests, seed) for arm, body in arms.items()}
     print(f"{case.name}: {requests} requests, {STREAMS} at a time, to {case.max_tokens} tokens")
     table = pd.DataFrame(told).rename(columns={"off": "policy off", "on": f"on, {budget}"})
     print(table.assign(**{"on/off": table.iloc[:, 1] / table.iloc[:, 0]}).round(2).to_string())
@@ -174,27 +120,24 @@ def measure(load: Load, seed: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = options(__doc__, "few requests; its numbers are rough")
+    parser = timing.options(__doc__, "few requests; its numbers are rough")
     parser.add_argument("--hidden", type=int, default=256, help="of the random base")
     parser.add_argument("--requests", type=int, help="of each pass; 3 times those at a time")
-    args = parse(parser)
+    args = timing.parse(parser)
     requests = args.requests or (STREAMS if args.quick else 3 * STREAMS)
     tokens = 96 if args.quick else 256
-    # The server has an engine process; `serve` turned that off for engines of its own.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reasoner = reasoner_case(folder / "reasoner", requests, 600)
         random = random_case(folder / "random", requests, args.hidden, tokens, args.seed)
-        loads = {
-            "reasoner": Load(reasoner, {"temperature": 0.0}),
-            "random": Load(random, random_words(random)),
+        result: dict[str, Any] = {
+            "reasoner": measure(reasoner, {"temperature": 0.0}, args.seed),
+            "random": measure(random, random_words(random), args.seed),
         }
-        result: dict[str, Any] = {key: measure(load, args.seed) for key, load in loads.items()}
     result |= {"streams": STREAMS, "requests": requests, "hidden": args.hidden, "tokens": tokens}
     if args.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
-    print_last_line(result | environment(), args.json)
+    timing.print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

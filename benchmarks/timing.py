@@ -21,11 +21,17 @@ import torch
 import transformers
 from datasets import Dataset
 
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import FEATURES
 from ospruner.provenance import git_state
 
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parents[1]
+NEVER = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
+"""A policy that is on and never stops: generate's `stop_policy`, and what requests tell vLLM."""
+VLLM_NEVER = {f"stop_{key}": value for key, value in NEVER.items()}
 PROCESSES = 0.01
 """By how much (standard deviation) the ratio of two arms differs from process to process.
 
@@ -99,7 +105,7 @@ def compare_checkouts() -> None:
         medians = [statistics.median(one[name] for one in found[side]) for side in sides]
         print(f"{name:48}{medians[0]:12.4g}{medians[1]:12.4g}  {ratio}")
         result[name] = {"before": medians[0], "after": medians[1], "ratio": ratio}
-    print_last_line({"before": str(args.before), "numbers": result, **environment()}, args.json)
+    print_last_line({"before": str(args.before), "numbers": result}, args.json)
 
 
 def numbers_in(result: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, float]]:
@@ -120,22 +126,19 @@ class Timed(NamedTuple):
 
 def timed(call: Callable[[], T]) -> tuple[T, Timed]:
     """What a call returns, and its time, whatever it leaves running on a GPU included."""
-    _synchronize()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     found = call()
-    _synchronize()
+    synchronize()
     return found, Timed(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def in_turn(arms: Mapping[str, Callable[[], bool]], turn: int) -> dict[str, list[Timed]]:
-    """Takes the arms' steps in turn, so that what slows the machine slows all.
+    """Takes the arms' steps in turn, so that what slows the machine slows all; their times.
 
-    Args:
-        arms: by name, what takes one step and says whether another is left.
-        turn: of the runs; who takes the first step changes with it, and from step to step.
-
-    Returns:
-        The times of each arm's steps.
+    Each arm's call takes one step and says whether another is left. Who takes the first step
+    changes from step to step, and with the turn of the runs.
     """
     times: dict[str, list[Timed]] = {name: [] for name in arms}
     left = dict.fromkeys(arms, True)
@@ -160,18 +163,8 @@ class Ratio(NamedTuple):
 
 
 def median_ratio(ratios: Sequence[float]) -> Ratio:
-    """The median and the narrowest order statistics that enclose the true one (95 %, sign test).
-
-    Those of fewer than 6 ratios are their range, which encloses it more rarely.
-    """
-    values, n = sorted(ratios), len(ratios)
-
-    def coverage(k: int) -> float:
-        """Of the interval from the k-th smallest to the k-th largest, k from 0."""
-        return 1 - 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-
-    k = max((k for k in range(n // 2) if coverage(k) >= 0.95), default=0)
-    return Ratio(statistics.median(values), values[k], values[n - 1 - k])
+    """The median of a few ratios, and their range."""
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0) -> Ratio:
@@ -247,22 +240,39 @@ def environment() -> dict[str, str | int | bool | None]:
     """The machine, versions and commit beside which numbers are to be read."""
     commit, modified = git_state()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git_commit": commit,
-        "git_modified": modified,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    made_by = {"git_commit": commit, "git_modified": modified}
+    return {"device": device, "threads": torch.get_num_threads(), **versions, **made_by}
 
 
 def print_last_line(result: Mapping[str, Any], file: Path | None) -> None:
-    """Prints a benchmark's numbers as one JSON object; writes them to a file if one is given."""
-    line = json.dumps(result)
+    """Prints numbers, machine and versions as one JSON object."""
+    print_json({**result, **environment()}, file)
+
+
+def print_json(values: Mapping[str, Any], file: Path | None) -> None:
+    """Prints values in one line; writes them to a file if one is given."""
+    line = json.dumps(values)
     if file is not None:
         file.write_text(line + "\n", "utf-8")
     print(line)
+
+
+def reasoner_prompts(reasoner: Reasoner, count: int, seed: int) -> dict[str, list[int]]:
+    """The embedded reasoner's first test problems, as its tokens, by their ids."""
+    fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
+    return {
+        one.id: prompt_token_ids(one.id, user_message(one, fmt.format), tokenizer, fmt)
+        for one in draw_split("test", count, seed)
+    }
+
+
+def vllm_on_a_cpu() -> None:
+    """What vLLM is told by its environment; call it before vLLM is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def random_traces(
@@ -276,8 +286,8 @@ def random_traces(
         ends = [*sorted(draws.choice(np.arange(1, length), steps - 1, replace=False)), length]
         right = (np.arange(steps) >= draws.integers(1, steps)).astype(float).tolist()
         rows.append(
-            {
-                **dict.fromkeys(FEATURES),
+            dict.fromkeys(FEATURES)
+            | {
                 "problem_id": f"p{seed}-{n}",
                 "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
                 "trace_ids": draws.integers(0, vocabulary, length).tolist(),
@@ -292,8 +302,3 @@ def random_traces(
             }
         )
     return Dataset.from_list(rows, features=FEATURES)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

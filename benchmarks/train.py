@@ -21,32 +21,20 @@ Arms are timed in turn; operations are counted floating-point ones.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import timing
 import torch
 from generate import Shape, random_base
-from timing import (
-    Timed,
-    environment,
-    in_turn,
-    median_ratio,
-    options,
-    parse,
-    print_last_line,
-    random_traces,
-)
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.policy_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import trunk
@@ -71,15 +59,7 @@ RATIOS = {
 
 
 class Target:
-    """A policy with its optimiser.
-
-    Args:
-        base: its base.
-        reasoner: whose tokenizer and labels are asked for.
-        seed: of the head's weights, and of the prices.
-        prices: ends of the range of a policy of every price; None for one of a single price.
-        tuning: "layers" or "queries".
-    """
+    """A policy with its optimiser; of every price in the range `prices`, if one is given."""
 
     def __init__(
         self,
@@ -89,14 +69,10 @@ class Target:
         prices: tuple[float, float] | None = None,
         tuning: Any = "layers",
     ) -> None:
-        config = StopConfig(
-            "run", head="price" if prices else "fixed", tuning=tuning, seed=seed,
-            learning_rate=1e-12,
-        )  # fmt: skip
+        head: Any = "price" if prices else "fixed"
+        config = StopConfig("run", head=head, tuning=tuning, seed=seed, learning_rate=1e-12)
         labels = reasoner.label_settings(seed)
-        model = new_policy(base, reasoner.tokenizer, config, labels, prices)
-        assert isinstance(model, OSPrunerForCausalLM)
-        self.model = model
+        self.model: Any = new_policy(base, reasoner.tokenizer, config, labels, prices)
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = optimizer_of(self.model.policy, config)
         count = config.prices_per_batch
@@ -119,75 +95,35 @@ class Target:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-
-@dataclass(frozen=True)
-class Arms:
-    """Each arm takes one optimiser step on all traces and returns the loss.
-
-    Attributes:
-        target: a policy; all arms but `every_price` and `queries` train it.
-        priced: a policy of every price on the same base.
-        queries_only: one that is queries only on the same base.
-        traces: the labelled traces.
-        in_memory: the same, with the trunk's states in memory.
-        keys: likewise, with what a policy reads that is queries only.
-    """
-
-    target: Target
-    priced: Target
-    queries_only: Target
-    traces: LabelledTraces
-    in_memory: LabelledTraces
-    keys: LabelledTraces
-
-    def naive(self) -> float:
-        """One pass of base and tail for each prefix."""
-        target, rows = self.target, np.arange(len(self.traces))
-        batch = self.traces.batch(rows)
-        logits = torch.zeros(batch.mask.shape)
-        values = []
-        for b, tokens in enumerate(self.traces.tokens):
-            ids = torch.from_numpy(tokens).to(target.model.base.device)[None]
-            for t in range(int(batch.mask[b].sum())):
-                hidden = trunk(target.model, ids[:, : int(batch.positions[b, t]) + 1])
-                values.append(target.model.policy(hidden)[0, -1])
-        stacked = torch.stack(values)
-        return target.step(
-            logits.to(stacked).masked_scatter(batch.mask.to(stacked.device), stacked)[..., None],
-            batch,
-        )
-
-    def padded(self) -> float:
-        """One pass a trace, in rows as long as the longest."""
-        target, rows = self.target, np.arange(len(self.traces))
-        batch = self.traces.batch(rows)
-        ids = pad_sequence(list(map(torch.from_numpy, self.traces.tokens)), batch_first=True)
-        hidden = trunk(target.model, ids.to(target.model.base.device))
-        positions = batch.positions.to(hidden.device)
-        outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
-        return target.step(outputs, batch)
-
-    def packed(self) -> float:
-        """The trunk on packed traces."""
-        return self._step(self.target, self.traces)
-
-    def kept(self) -> float:
-        """The trunk's states from memory."""
-        return self._step(self.target, self.in_memory)
-
-    def every_price(self) -> float:
-        """A policy of every price, on six of them; states from memory."""
-        return self._step(self.priced, self.in_memory)
-
-    def queries(self) -> float:
-        """A policy that is queries only; states at step ends, and keys and values, from memory."""
-        return self._step(self.queries_only, self.keys)
-
-    def _step(self, target: Target, traces: LabelledTraces) -> float:
+    def step_as_trained(self, traces: LabelledTraces) -> float:
+        """The same on all traces, as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
-        batch, states = traces.batch(rows), traces.states(target.model, rows)
-        positions = batch.positions.to(states.device)
-        return target.step(step_outputs(target.model.policy, states, positions), batch)
+        batch, states = traces.batch(rows), traces.states(self.model, rows)
+        outputs = step_outputs(self.model.policy, states, batch.positions.to(states.device))
+        return self.step(outputs, batch)
+
+
+def naive(target: Target, traces: LabelledTraces) -> float:
+    """A step with one pass of base and tail for each prefix."""
+    batch, values = traces.batch(np.arange(len(traces))), []
+    for b, tokens in enumerate(traces.tokens):
+        ids = torch.from_numpy(tokens).to(target.model.base.device)[None]
+        for end in batch.positions[b, batch.mask[b]].tolist():
+            values.append(target.model.policy(trunk(target.model, ids[:, : end + 1]))[0, -1])
+    stacked = torch.stack(values)
+    logits = torch.zeros(batch.mask.shape).to(stacked)
+    filled = logits.masked_scatter(batch.mask.to(stacked.device), stacked)
+    return target.step(filled[..., None], batch)
+
+
+def padded(target: Target, traces: LabelledTraces) -> float:
+    """A step with one pass a trace, in rows as long as the longest."""
+    batch = traces.batch(np.arange(len(traces)))
+    ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
+    hidden = trunk(target.model, ids.to(target.model.base.device))
+    positions = batch.positions.to(hidden.device)
+    outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
+    return target.step(outputs, batch)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -199,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     wide = round(args.width * 18944 / 3584)
     shape = Shape(args.layers, args.width, wide, 7, 1, vocabulary)
     base = random_base(shape, reasoner.tokenizer, 32_768, args.seed, device)
-    dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
+    dataset = timing.random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
     target = Target(base, reasoner, args.seed)
     priced = Target(base, reasoner, args.seed, prices=(1e-6, 1e-3))
@@ -209,39 +145,39 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "kept": kept.cache_states(target.model, 2**40),
         "queries": keys.cache_states(queries.model, 2**40),
     }
-    arms = Arms(target, priced, queries, traces, kept, keys)
-    names = ("naive", "padded", "packed", "kept", "queries", "every_price")
-    calls = {name: getattr(arms, name) for name in names}
+    calls: dict[str, Callable[[], float]] = {
+        "naive": partial(naive, target, traces),
+        "padded": partial(padded, target, traces),
+        "packed": partial(target.step_as_trained, traces),
+        "kept": partial(target.step_as_trained, kept),
+        "queries": partial(queries.step_as_trained, keys),
+        "every_price": partial(priced.step_as_trained, kept),
+    }
     losses: dict[str, float] = {}
-    operations: dict[str, int | None] = {}
+    operations: dict[str, int] = {}
     for name, call in calls.items():  # untimed: also the warm-up
         # Counting is too slow for the many passes of "naive".
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
-        operations[name] = None if counter is None else counter.get_total_flops()
-    times: dict[str, list[Timed]] = {name: [] for name in calls}
-    for number in range(args.rounds):
-        for name, (taken,) in in_turn(
-            {n: partial(_once, c) for n, c in calls.items()}, number
-        ).items():
-            times[name].append(taken)
-    tokens, found = int(traces.token_lengths.sum()), {}
-    for name, of_arm in times.items():
-        seconds = statistics.median(t.wall_seconds for t in of_arm)
-        found[name] = {
-            "seconds": seconds,
-            "cpu_seconds": statistics.median(t.cpu_seconds for t in of_arm),
-            "tokens_per_second": tokens / seconds,
-            "operations": operations[name],
+        if counter is not None:
+            operations[name] = counter.get_total_flops()
+    once = {name: partial(_once, call) for name, call in calls.items()}
+    runs = [timing.in_turn(once, number) for number in range(args.rounds)]
+    clocks = np.array([[steps[0] for steps in run.values()] for run in runs])  # (rounds, arms, 2)
+    seconds = pd.DataFrame(clocks[..., 0], columns=list(calls))
+    tokens = int(traces.token_lengths.sum())
+    found = {
+        name: {
+            "seconds": wall,
+            "cpu_seconds": cpu,
+            "tokens_per_second": tokens / wall,
+            "operations": operations.get(name),
             "states_bytes": states_bytes.get(name, 0),
         }
+        for name, (wall, cpu) in zip(calls, np.median(clocks, axis=0).tolist(), strict=True)
+    }
     ratios = {
-        name: median_ratio(
-            [
-                a.wall_seconds / b.wall_seconds
-                for a, b in zip(times[over], times[under], strict=True)
-            ]
-        )
+        name: timing.median_ratio((seconds[over] / seconds[under]).tolist())
         for name, (over, under) in RATIOS.items()
     }
     # Untrained, a policy that is queries only says what any other says.
@@ -253,7 +189,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "loss_difference": max(same) - min(same),
         "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
         f"{args.steps} steps, {tokens} tokens",
-        **environment(),
     }
 
 
@@ -264,25 +199,25 @@ def _once(call: Callable[[], float]) -> bool:
 
 def main() -> None:
     """Measures, prints a table, and the numbers as one JSON object."""
-    parser = options(__doc__, "narrower and shorter: a minute", before=True)
+    parser = timing.options(__doc__, "narrower and shorter: a minute", before=True)
     parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
     parser.add_argument("--width", type=int, help="hidden size (default: 224)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the base")
     parser.add_argument("--steps", type=int, default=20, help="steps a trace")
     parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
     parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
-    args = parse(parser)
-    args.rounds = args.rounds or (3 if args.quick else 5)
-    args.limit = args.limit or (3 if args.quick else 8)
-    args.width = args.width or (112 if args.quick else 224)
-    args.tokens = args.tokens or (120 if args.quick else 400)
+    args = timing.parse(parser)
+    quick, whole = (3, 3, 112, 120), (5, 8, 224, 400)
+    sizes = zip(("rounds", "limit", "width", "tokens"), quick if args.quick else whole, strict=True)
+    for name, size in sizes:
+        setattr(args, name, getattr(args, name) or size)
     result = measure(args)
-    print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
+    print(f"{result['base']}; {timing.environment()}")
     print(pd.DataFrame(result["arms"]).T.to_string(float_format="{:.4g}".format))
     for name, (low, high) in result["intervals"].items():
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")
     print(f"{'losses differ by at most':24}{result['loss_difference']:8.1e}")
-    print_last_line(result, args.json)
+    timing.print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,17 @@ def real_training(file: Content) -> str:
     return markdown_table(["", "minutes"], rows)
 
 
+def claims(file: Content) -> str:
+    """For how many seeds each of the demo's claims held."""
+    found = file["seeds"]
+    frame = pd.DataFrame(found).T  # a row a seed
+    rows = [[str(name), f"{held.sum()} of {held.count()}"] for name, held in frame.items()]
+    rows.append(["all of them", f"{file['all']} of {len(found)}"])
+    return markdown_table(["claim", "seeds"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "claims": claims,
     "points": points,
     "at-prices": at_prices,
     "areas": areas,
