@@ -128,9 +128,8 @@ def check_train(job: Job) -> Found:
         _, taken = timed(trainer.train)
     seconds, operations = taken.wall_seconds, counter.get_total_flops()
     limit = timing.matrix_limit(DEVICE, job.dtype, 8192 if DEVICE == "cuda" else 512)
-    share = operations / seconds / limit
     found: Found = {"seconds_a_step": seconds, "operations": operations}
-    found["share_of_matrix_product"] = share
+    found["share_of_matrix_product"] = operations / seconds / limit
     if DEVICE == "cpu":
         return {"held": None, **found}
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -135,8 +135,6 @@ def main() -> None:
             "random": measure(random, random_words(random), args.seed),
         }
     result |= {"streams": STREAMS, "requests": requests, "hidden": args.hidden, "tokens": tokens}
-    if args.quick:
-        print("--quick: these numbers are rough; quote those of a run without it")
     timing.print_last_line(result, args.json)
 
 
