@@ -236,8 +236,13 @@ def check_norm(
 
 def load_tokenizer(path: str, config: OSPrunerConfig, hub: Mapping[str, Any]) -> Any:
     """The tokenizer of a policy's repository."""
-    # Without the configuration, it would ask on the terminal whether to run this very code.
-    return AutoTokenizer.from_pretrained(path, config=config, **hub)
+    try:
+        # Without the configuration, it would ask on the terminal whether to run this very code.
+        return AutoTokenizer.from_pretrained(path, config=config, **hub)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
+        ) from error
 
 
 class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
