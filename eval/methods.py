@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +91,23 @@ class PolicyUse:
 
 
 def parse_prices(text: str) -> tuple[float, ...] | None:
-    """What `--prices` means: numbers, () for "all", None for nothing.
+    """What `--prices` and `rewards_at` mean: numbers, () for "all", None for nothing.
 
     Raises:
-        ValueError: it is no list of numbers.
+        ValueError: it is no list of numbers from 0 on.
     """
     if not text or text == "all":
         return () if text else None
     try:
-        return tuple(float(number) for number in text.split(","))
+        found = tuple(float(number) for number in text.split(","))
     except ValueError:
+        found = (-1.0,)
+    if not all(0 <= price < math.inf for price in found):
         raise ValueError(
             f"prices {text!r}: give one price of a token or several, such as 5e-5,1e-4, or 'all' "
             "for 31 of the policy's range"
-        ) from None
+        )
+    return found
 
 
 def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:

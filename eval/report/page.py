@@ -18,7 +18,6 @@ from .tables import (
     BENCHMARK,
     MODEL,
     best_aes_table,
-    by_task,
     chosen_parameters,
     full_table,
     grid_frame,
@@ -60,7 +59,7 @@ def write_report(
     """
     found = find_results(folder)
     folders = {one.name: place for place, one in found.items()}
-    comparisons = by_task(list(found.values()))
+    comparisons = list(found.values())
     chosen = None
     if validation is not None:
         chosen = chosen_parameters(grid_frame(list(find_results(validation).values())))

@@ -24,6 +24,7 @@ from ..text import penalty_name
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 __all__ = [
     "FAINT",
@@ -57,7 +58,7 @@ COLUMNS = 3  # panels side by side
 MANY = 6  # settings of a method, from which on the first and last alone are labelled
 
 # Labels: distances in points and directions, the best first (a frontier rises to the right).
-DISTANCES = (6.0, 9.0, 13.0, 18.0)
+DISTANCES, SPACE = (6.0, 9.0, 13.0, 18.0), 4.0
 DIRECTIONS = ((1, -1), (-1, 1), (1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (-1, -1))
 
 
@@ -188,59 +189,45 @@ def label_points(axes: Axes, groups: Sequence[tuple[pd.DataFrame, str]], size: f
 
     figure = axes.get_figure(root=True)
     assert figure is not None
-    scale = figure.dpi / 72.0  # pixels a point
-    space, inside = 2.2 * scale, axes.get_window_extent()
-    points, drawn, radii = _drawn(axes, scale)
-    taken: list[FloatArray] = []  # boxes of labels: (low, high) corners
+    scale, inside = figure.dpi / 72.0, axes.get_window_extent()  # pixels a point
+    points, drawn = [], []  # (P, 2) pixels: of markers; of all that labels must not touch
+    for line in axes.get_lines():
+        path = line.get_transform().transform_path(line.get_path())
+        joined = line.get_linestyle() != "None"
+        drawn.append(np.asarray((path.interpolated(200) if joined else path).vertices))
+        if line.get_marker() not in ("None", None):
+            points.append(np.asarray(path.vertices))
+    taken: list[Any] = []  # boxes of labels
     rows = ((row, colour) for of, colour in groups for row in of.sort_values("tokens").itertuples())
     for row, colour in rows:
         point = (row.tokens, 100 * row.accuracy)
-        pixel: FloatArray = axes.transData.transform(point)
+        own: FloatArray = axes.transData.transform(point)
         label = axes.annotate(
-            row.setting, point, xytext=(0, 0), textcoords="offset points", ha="center",
-            va="center", fontsize=size, color=colour, zorder=6,
+            row.setting, point, xytext=(0, 0), textcoords="offset points", fontsize=size,
+            color=colour, zorder=6,
             path_effects=[Stroke(linewidth=2.5, foreground="white"), Normal()],
         )  # fmt: skip
-        half = np.array(label.get_window_extent().size) / 2
-        for away, way in itertools.product(DISTANCES if row.setting else (), DIRECTIONS):
-            reach = scale * away * (1 if 0 in way else 0.7)
-            shift = np.array(way) * (half + reach)
-            box = np.stack([pixel + shift - half, pixel + shift + half])
-            fits = (box[0] >= inside.min).all() and (box[1] <= inside.max).all()
-            fits = fits and not any(
-                (box[0] - space < other[1]).all() and (other[0] < box[1] + space).all()
-                for other in taken
-            )
-            fits = fits and (_gaps(box, drawn) > radii + space).all()
+        for away, (x, y) in itertools.product(DISTANCES if row.setting else (), DIRECTIONS):
+            reach = away if 0 in (x, y) else 0.7 * away
+            label.set_position((reach * x, reach * y))
+            label.set(ha=("center", "left", "right")[x], va=("center", "bottom", "top")[y])
+            box = label.get_window_extent()
+            fits = (box.min >= inside.min).all() and (box.max <= inside.max).all()
+            fits = fits and not box.padded(2.2 * scale).count_overlaps(taken)
+            room = box.padded(SPACE * scale)
+            fits = fits and not any(room.count_contains(of_line) for of_line in drawn)
             # A reader takes it for the label of the nearest point.
-            if fits and _gaps(box, points).min() >= _gaps(box, pixel) - 0.5:
+            if fits and _gaps(box, np.concatenate(points)).min() >= _gaps(box, own) - 0.5:
                 taken.append(box)
-                label.set_position(tuple(shift / scale))
                 break
         else:
             label.remove()
 
 
-def _gaps(box: FloatArray, points: FloatArray) -> FloatArray:
-    """Pixels from points (..., 2) to a box of two corners."""
-    outside = np.maximum(np.maximum(box[0] - points, points - box[1]), 0.0)
+def _gaps(box: Bbox, points: FloatArray) -> FloatArray:
+    """Pixels from points (..., 2) to a box."""
+    outside = np.maximum(np.maximum(box.min - points, points - box.max), 0.0)
     return np.hypot(outside[..., 0], outside[..., 1])
-
-
-def _drawn(axes: Axes, scale: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """What labels must not touch, in pixels: markers, all that is drawn as discs, their radii."""
-    points, drawn = [], []
-    for line in axes.get_lines():
-        pixels = line.get_transform().transform(np.asarray(line.get_xydata(), np.float64))
-        if line.get_marker() not in ("None", None):
-            points.append(pixels)
-            drawn += [(*pixel, scale * line.get_markersize() / 2) for pixel in pixels]
-        if line.get_linestyle() != "None":
-            for start, end in itertools.pairwise(pixels):
-                count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
-                drawn += [(*pixel, scale) for pixel in np.linspace(start, end, count)]
-    discs = np.array(drawn)
-    return np.concatenate(points), discs[:, :2], discs[:, 2]
 
 
 def front(frame: pd.DataFrame) -> pd.DataFrame:
@@ -354,12 +341,8 @@ def _finish(figure: Figure, title: str) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    columns = max(1, min(len(handles), int(figure.get_figwidth() // 1.9)))
     figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=max(1, min(len(handles), int(figure.get_figwidth() // 1.9))),
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
-    )
+        list(handles.values()), list(handles), loc="outside lower center", ncols=columns,
+        frameon=False, fontsize=8, labelcolor=INK,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ __all__ = [
     "differences_table",
     "frontier_tables",
     "never_right",
-    "parse_lambdas",
     "print_results",
     "results_of",
     "results_table",
@@ -46,21 +44,6 @@ DIFFERENCES = (
     Column("AES", "aes", digits=2, signed=True),
 )
 PRICES_A_TABLE = 4  # in 80 columns
-
-
-def parse_lambdas(text: str) -> tuple[float, ...]:
-    """Numbers separated by commas; none for "".
-
-    Raises:
-        ValueError: one is no number, or negative.
-    """
-    try:
-        values = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        values = (-1.0,)
-    if any(not (math.isfinite(value) and value >= 0) for value in values):
-        raise ValueError(f"lambdas is {text!r}; give numbers >= 0 such as 1e-4,5e-5")
-    return values
 
 
 def results_of(

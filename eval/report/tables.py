@@ -32,11 +32,9 @@ __all__ = [
     "Column",
     "Table",
     "best_aes_table",
-    "by_task",
     "chosen_parameters",
     "full_table",
     "grid_frame",
-    "task_of",
 ]
 
 AVERAGE = "AVERAGE"
@@ -277,23 +275,17 @@ def task_of(results: Results) -> str:
     return str(task["name"])
 
 
-def by_task(comparisons: Sequence[Results]) -> list[Results]:
-    """Comparisons of one task together, in order of appearance."""
-    tasks = list(dict.fromkeys(map(task_of, comparisons)))
-    return sorted(comparisons, key=lambda one: tasks.index(task_of(one)))
-
-
 def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
     """All comparisons: model, benchmark, answer, and as `Results.frame`.
 
     Where they are of several tasks, benchmarks stand by their task, and say it; replay and online
     of the same are told apart.
     """
-    several = len(set(map(task_of, comparisons))) > 1
+    tasks = list(dict.fromkeys(map(task_of, comparisons)))
     found: dict[tuple[str, ...], pd.DataFrame] = {}
-    for one in by_task(comparisons):
+    for one in sorted(comparisons, key=lambda one: tasks.index(task_of(one))):
         said = one.settings
-        name = f"{task_of(one)}: {said['benchmark']}" if several else said["benchmark"]
+        name = f"{task_of(one)}: {said['benchmark']}" if len(tasks) > 1 else said["benchmark"]
         if (said["model"], name, said["answer"]) in found:
             name = f"{name} ({said['mode']})"
         key = said["model"], name, said["answer"]

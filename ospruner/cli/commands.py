@@ -211,7 +211,7 @@ def compare(
     from ospruner.eval.metrics import AesVariant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.paper import print_comparison
-    from ospruner.eval.report.summary import parse_lambdas, print_results
+    from ospruner.eval.report.summary import print_results
 
     said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("results.json"))
@@ -226,7 +226,7 @@ def compare(
         return
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
     said["prices"] = parse_prices(prices)
-    said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
+    said["rewards_at"] = parse_prices(str(said.pop("rewards_at", ""))) or None
     said["variant"] = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target

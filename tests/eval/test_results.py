@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from ospruner.eval.compare import Report
-from ospruner.eval.report.summary import parse_lambdas, results_of
+from ospruner.eval.methods import parse_prices
+from ospruner.eval.report.summary import results_of
 from ospruner.eval.report.viewer import read_views
 from ospruner.eval.results import (
     Estimate,
@@ -202,9 +203,9 @@ def test_an_evaluations_numbers_are_written_with_their_intervals(tmp_path: Path)
     assert differences["reduction"]["full trace"] == pytest.approx(ours["reduction"])
 
 
-def test_lambdas_are_numbers() -> None:
-    assert parse_lambdas("1e-4, 5e-5") == (1e-4, 5e-5)
-    assert parse_lambdas("") == ()
+def test_prices_are_numbers() -> None:
+    assert parse_prices("1e-4, 5e-5") == (1e-4, 5e-5)
+    assert (parse_prices(""), parse_prices("all")) == (None, ())
     for bad in ("a", "-1", "nan"):
-        with pytest.raises(ValueError, match="give numbers >= 0 such as 1e-4,5e-5"):
-            parse_lambdas(bad)
+        with pytest.raises(ValueError, match="give one price of a token or several"):
+            parse_prices(bad)
