@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
+from ospruner.eval.report.tables import MAIN, Column, Table
 from ospruner.eval.results import Estimate, Results, prices_of
 from ospruner.eval.text import markdown_table, penalty_name
 
@@ -61,9 +62,8 @@ def named(one: pd.Series, chosen: bool = False) -> str:
 
 def shown(results: Results, frame: pd.DataFrame) -> str:
     """Some rows of the results."""
-    chosen = results.chosen
-    rows = [[named(one, place == chosen), *measures(one)] for place, one in frame.iterrows()]
-    return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
+    labels = [named(one, place == results.chosen) for place, one in frame.iterrows()]
+    return Table.of(frame, MAIN, labels, corner="").markdown()
 
 
 def points(file: Content) -> str:
@@ -93,12 +93,10 @@ def at_prices(file: Content) -> str:
 
 def online(file: Content) -> str:
     """What real generation gives: accuracy, tokens and the seconds of each rule's whole answers."""
-    rows = [
-        [named(one), *measures(one)[:3], Estimate.of(one, "time_ratio").text(100, 0)]
-        for _, one in Results.from_dict(file).rules.iterrows()
-    ]
-    heads = ["", "accuracy %", "thinking tokens", "reduction %", "seconds, % of the full trace's"]
-    return markdown_table(heads, rows)
+    rules = Results.from_dict(file).rules
+    columns = (*MAIN[:3], Column("seconds, % of the full trace's", "time_ratio", 100))
+    labels = [named(one) for _, one in rules.iterrows()]
+    return Table.of(rules, columns, labels, corner="").markdown()
 
 
 def served(file: Content) -> str:
@@ -128,23 +126,21 @@ def engines(file: Content) -> str:
 
 def areas(file: Content) -> str:
     """The area under each method's frontier, and what OS-Pruner has more."""
-    rows = []
-    for _, one in Results.from_dict(file).frontiers.iterrows():
-        lead = "" if pd.isna(one["lead"]) else Estimate.of(one, "lead").text(100, 1, signed=True)
-        rows.append([one["method"], Estimate.of(one, "area").text(100, 1), lead])
-    return markdown_table(["", "area, %", "area of OS-Pruner minus this one, points"], rows)
+    frame = Results.from_dict(file).frontiers
+    lead = Column("area of OS-Pruner minus this one, points", "lead", 100, 1, signed=True)
+    columns = (Column("area, %", "area", 100, 1), lead)
+    return Table.of(frame, columns, frame["method"].tolist(), corner="").markdown()
 
 
 def gaps(file: Content) -> str:
     """The share of the gap in reward that each method closes, by price."""
-    frontiers = Results.from_dict(file).frontiers
-    prices = prices_of(frontiers, "gap")
-    rows = [
-        [one["method"], *(Estimate.of(one, name).text(100, 1) for name in prices.values())]
-        for _, one in frontiers.iterrows()
+    frame = Results.from_dict(file).frontiers
+    columns = [
+        Column(f"λ={penalty_name(price)}", name, 100, 1)
+        for price, name in prices_of(frame, "gap").items()
     ]
-    heads = [f"λ={penalty_name(price)}" for price in prices]
-    return markdown_table(["% of the gap closed", *heads], rows)
+    methods = frame["method"].tolist()
+    return Table.of(frame, columns, methods, corner="% of the gap closed").markdown()
 
 
 def spread(file: Content) -> str:

@@ -64,11 +64,9 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     right = 0
     for sample, row in zip(samples, rows, strict=True):
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["problem"]}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+            [{"role": "user", "content": row["problem"]}], add_generation_prompt=True,
+            return_dict=True, return_tensors="pt",
+        )  # fmt: skip
         output = model.generate(
             **inputs, stop_policy=settings or False, max_new_tokens=300, do_sample=False
         )
@@ -82,11 +80,8 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
             assert log["reason"] == ("natural" if answer else "length")
             assert log["thinking_tokens"] == (end if answer else log["tokens"])
         else:
-            record = model.last_stop[0]
-            assert (log["thinking_tokens"], log["reason"]) == (
-                record.thinking_tokens,
-                record.reason,
-            )
+            record = vars(model.last_stop[0])
+            assert all(log[name] == record[name] for name in ("thinking_tokens", "reason"))
         right += f"boxed{{{row['answer']}}}" in answer
     assert done["results"]["ospruner_sums"]["exact_match,boxed"] == right / COUNT
     logs = [log[0] for log in logged(done)]
@@ -176,12 +171,8 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     """With words for the final answer, which end the thinking that is counted."""
     words = {"name": "reply", "think_end": "", "think_start": "", "closing": "\n\nThat fits "}
     form = replace(reasoner.token_format.format, **words, answer_phrase="That fits")
-    untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        base_model_name_or_path=str(reasoner.folder),
-        reasoning_format=form,
-    ).save_pretrained(tmp_path)
+    pinned: Any = {"base_model_name_or_path": str(reasoner.folder), "reasoning_format": form}
+    untrained(reasoner.model, reasoner.tokenizer, **pinned).save_pretrained(tmp_path)
     settings = {"threshold": 1.0, "answer": "free"}
     done = evaluate(tasks, {"policy": str(tmp_path), **settings}, gen_kwargs={"until": []}, **HERE)
     replies = [sample["resps"][0][0] for sample in done["samples"]["ospruner_sums"]]
@@ -243,12 +234,8 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_task_of_ours_asks_and_grades_in_lm_eval(policy: Policy, choices: Path) -> None:
     from ospruner.eval.problems.domains import Choice
 
-    done = evaluate(
-        choices,
-        {"policy": str(policy[1]), "threshold": 0.1, "max_gen_toks": 300},
-        tasks=["letters"],
-        device="cpu",
-    )
+    asked_of = {"policy": str(policy[1]), "threshold": 0.1, "max_gen_toks": 300}
+    done = evaluate(choices, asked_of, tasks=["letters"], **HERE)
     samples = done["samples"]["letters"]
     assert [sample["target"] for sample in samples] == ["B", "A"]
     asked = [sample["arguments"][0][0] for sample in samples]
@@ -259,24 +246,14 @@ def test_a_task_of_ours_asks_and_grades_in_lm_eval(policy: Policy, choices: Path
     assert done["results"]["letters"]["acc,none"] == sum(right) / 2
 
 
-@pytest.mark.parametrize(
-    ("reply", "acc", "ungraded"),
-    [
-        ("So \\boxed{B}.", 1.0, 0.0),
-        ("The answer is A.", 0.0, 0.0),
-        ("I do not know.", 0.0, 0.0),
-    ],
-)
-def test_replies_are_read_as_the_task_reads_them(
-    choices: Path, reply: str, acc: float, ungraded: float
-) -> None:
+def test_replies_are_read_as_the_task_reads_them(choices: Path) -> None:
     from ospruner.eval.harness.lm_tasks import ProblemsTask
 
-    task = ProblemsTask(
-        {"dataset_kwargs": {"dataset": str(choices / "rows.jsonl"), "task": "choice"}}
-    )
+    asked = {"dataset": str(choices / "rows.jsonl"), "task": "choice"}
+    task = ProblemsTask({"dataset_kwargs": asked})
     row = task.dataset["test"][0]
-    assert task.process_results(row, [reply]) == {"acc": acc, "ungraded": ungraded}
+    for reply, acc in (("So \\boxed{B}.", 1), ("The answer is A.", 0), ("I do not know.", 0)):
+        assert task.process_results(row, [reply]) == {"acc": acc, "ungraded": 0}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.ids: set[str] = set()
         self.scripts: list[str] = []
-        self.headings = 0
         self._in_script = False
         self.feed(text)
 
@@ -42,7 +41,6 @@ class Page(HTMLParser):
         self._in_script = tag == "script"
         if self._in_script:
             self.scripts.append("")
-        self.headings += tag == "th"
 
     def handle_data(self, data: str) -> None:
         if self._in_script:
@@ -69,17 +67,10 @@ def test_the_page_needs_nothing_else(written: dict[str, Path]) -> None:
     page = Page(text)
     assert page.links
     for link in page.links:
-        assert link.startswith(("#", "data:image/svg+xml;base64,")), link[:80]
-    for link in page.links:
-        if link.startswith("#"):
-            assert link[1:] in page.ids
+        own = link.startswith("#") and link[1:] in page.ids
+        assert own or link.startswith("data:image/svg+xml;base64,"), link[:80]
     assert "default-src 'none'" in text
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest", text)
-    assert "<title>A &lt;test&gt; &amp; more</title>" in text
-
-
-def test_pictures_are_inline_and_whole(written: dict[str, Path]) -> None:
-    page = Page(written["report.html"].read_text("utf-8"))
     images = [link for link in page.links if link.startswith("data:")]
     assert len(images) == 1 + 1  # one panel picture, one training run
     for image in images:
@@ -88,9 +79,9 @@ def test_pictures_are_inline_and_whole(written: dict[str, Path]) -> None:
 
 
 def test_hostile_text_stays_text(written: dict[str, Path]) -> None:
-    page = Page(written["report.html"].read_text("utf-8"))
-    data, _ = page.scripts
-    (viewer,) = json.loads(data)
+    text = written["report.html"].read_text("utf-8")
+    assert "<title>A &lt;test&gt; &amp; more</title>" in text
+    (viewer,) = json.loads(Page(text).scripts[0])
     assert viewer["traces"][0]["steps"][0]["text"] == "3x = 48, </script><b>x</b> is 16."
     assert viewer["name"].endswith("GSM8K, forced, replay")
 

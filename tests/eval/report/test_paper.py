@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -133,6 +134,21 @@ def test_the_command_prints_both(tmp_path: Path) -> None:
     assert "Each method at its best AES" in printed(tmp_path, False)
 
 
+def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: str) -> pd.Series:
+    """A row of FlashThink beside the full trace; its verifier reads so many tokens."""
+    outcomes = []
+    for one, probes in ((base, 0.0), (cell, read)):
+        values = np.zeros((len(fields(Outcome)), 5))
+        values[-2:] = np.nan  # seconds and operations
+        outcome = Outcome(*values)
+        outcome.correct[:], outcome.tokens[:] = one["accuracy_percent"] / 100, one[length]
+        outcome.answer_tokens[:] = one.get("answer_tokens", 0)
+        outcome.probe_tokens[:] = probes
+        outcomes.append(outcome)
+    rules = [Rule("FlashThink", outcomes[1])]
+    return Resampled(rules, outcomes[0], np.arange(5)).frame(prices=(1e-4,)).iloc[0]
+
+
 @pytest.mark.parametrize("benchmark", ["GSM8K", "MATH-500"])
 def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
     """Whatever its verifier reads: the paper counts thinking tokens."""
@@ -140,21 +156,7 @@ def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
         row("table1", model=MODELS[0], method=method, benchmark=benchmark)
         for method in ("Baseline", "FlashThink")
     )
-    n = 10
-
-    def outcome(accuracy_percent: float, tokens: float, read: float) -> Outcome:
-        zeros, nan = np.zeros(n), np.full(n, np.nan)
-        correct = np.full(n, accuracy_percent / 100)
-        return Outcome(
-            correct=correct, tokens=np.full(n, tokens), answer_tokens=zeros, helped=zeros,
-            harmed=zeros, truncated=zeros, probe_tokens=np.full(n, read), seconds=nan, flops=nan,
-        )  # fmt: skip
-
-    full = outcome(base["accuracy_percent"], base["length_tokens"], 0)
-    # The verifier reads the thinking and a prompt of 100 tokens.
-    theirs = outcome(cell["accuracy_percent"], cell["length_tokens"], cell["length_tokens"] + 100)
-    rules = [Rule("FlashThink", theirs)]
-    result = Resampled(rules, full, np.arange(n)).frame(prices=(1e-4,)).iloc[0]
+    result = measured(base, cell, cell["length_tokens"] + 100, "length_tokens")
     assert result["aes"] == pytest.approx(cell["aes"], abs=0.0075)
     printed = cell["accuracy_percent"] / 100 - 1e-4 * cell["length_tokens"]
     assert result["reward@1e-4"] == pytest.approx(printed)
@@ -172,16 +174,7 @@ def test_flashthinks_free_rows_save_what_the_paper_prints() -> None:
     assert len(rows) == 45
     for cell in rows.to_dict("records"):
         asked = {name: cell[name] for name in ("model", "benchmark", "answer")}
-        outcomes = []
-        for one in (row("full", method="Baseline", **asked), cell):
-            values = np.zeros((len(fields(Outcome)), 5))
-            values[-2:] = np.nan  # seconds and operations
-            outcome = Outcome(*values)
-            outcome.tokens[:], outcome.answer_tokens[:] = one["cot_tokens"], one["answer_tokens"]
-            outcome.probe_tokens[:] = 5000 * (one is cell)
-            outcomes.append(outcome)
-        rules = [Rule("FlashThink", outcomes[1])]
-        result = Resampled(rules, outcomes[0], np.arange(5)).frame().iloc[0]
+        base = row("full", method="Baseline", **asked)
+        saved = 100 * measured(base, cell, 5000, "cot_tokens")["total_reduction"]
         # The paper's own rounding of lengths moves it by up to .31 (docs/paper-notes.md).
-        saved = 100 * result["total_reduction"]
         assert saved == pytest.approx(cell["reduction_percent"], abs=0.35)
