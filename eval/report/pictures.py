@@ -212,7 +212,7 @@ def label_points(axes: Axes, groups: Sequence[tuple[pd.DataFrame, str]], size: f
             label.set_position((reach * x, reach * y))
             label.set(ha=("center", "left", "right")[x], va=("center", "bottom", "top")[y])
             box = label.get_window_extent()
-            fits = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
+            fits = bool(np.all(box.min >= inside.min) and np.all(box.max <= inside.max))
             fits = fits and not box.padded(2.2 * scale).count_overlaps(taken)
             room = box.padded(SPACE * scale)
             fits = fits and not any(room.count_contains(of_line) for of_line in drawn)

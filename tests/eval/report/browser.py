@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import subprocess
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a reference
@@ -99,10 +97,6 @@ class Browser:
         """What the page complained of since it was last asked."""
         log = self._call("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
-
-    def screenshot(self, path: Path) -> None:
-        """Writes a PNG of the window."""
-        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
@@ -35,12 +33,6 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-def keep(browser: Browser, name: str) -> None:
-    """Keeps a screenshot where OSPRUNER_SCREENSHOTS names a folder."""
-    if folder := os.environ.get("OSPRUNER_SCREENSHOTS"):
-        browser.screenshot(Path(folder) / f"{name}.png")
-
-
 def shown(browser: Browser) -> dict[str, str]:
     """What the address says."""
     return {k: v[0] for k, v in parse_qs(browser.address.partition("#")[2]).items()}
@@ -48,7 +40,6 @@ def shown(browser: Browser) -> dict[str, str]:
 
 def test_tables_sort_by_a_click_and_by_keyboard(browser: Browser, page: str) -> None:
     browser.open(page)
-    keep(browser, "top")
     column = "[...document.querySelectorAll('#e1 table:first-of-type tbody tr')].map("
     column += "row => parseFloat(row.cells[2].textContent)).slice(0, 9)"
     before = browser.run(column)
@@ -78,7 +69,6 @@ def test_the_viewer_answers_to_keys_and_names_what_it_shows(browser: Browser, pa
     assert "✓ right" in browser.text("#step-2")
     assert "✗ wrong" in browser.text("#step-3")
     assert "</script><b>x</b>" in browser.text("#step-1")
-    keep(browser, "viewer")
     browser.press("ArrowDown")
     assert shown(browser)["step"] == "3"
     browser.press("ArrowUp", "ArrowUp")
@@ -103,7 +93,6 @@ def test_the_viewer_draws_what_going_on_pays(browser: Browser, page: str) -> Non
         assert abs(found - filled) < 0.03
         line = browser.run(f"{bar}.lastChild.offsetLeft / {bar}.clientWidth")
         assert abs(line - 0.6) < 0.03  # the price
-    keep(browser, "viewer-prices")
     assert browser.errors() == []
 
 
@@ -132,7 +121,6 @@ def test_a_methods_many_settings_stand_together(browser: Browser, page: str) -> 
     assert shown(browser)["method"] == "OS-Pruner λ=1e-4"
     browser.press("m")
     assert shown(browser)["method"] == "full trace"
-    keep(browser, "viewer-groups")
     assert browser.errors() == []
 
 
@@ -150,6 +138,5 @@ def test_it_fits_a_narrow_window(browser: Browser, page: str) -> None:
     browser.resize(520, 900)
     browser.open(page + "#traces")
     wider = browser.run("document.documentElement.scrollWidth - window.innerWidth")
-    keep(browser, "narrow")
     browser.resize(1280, 1000)
     assert wider <= 0
