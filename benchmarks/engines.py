@@ -48,14 +48,10 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         label_problems([first], engine, labeller, Path(folder, "first"))
         made, taken = timing.timed(lambda: label_problems(others, engine, labeller, out))
         tokens = sum(map(len, made["trace_ids"]))
-    rate = tokens / taken.wall_seconds
-    print(f"{arm}: {tokens} thinking tokens, {rate:.1f} a second", flush=True)
-    return {
-        "problems": len(others),
-        "thinking_tokens": tokens,
-        "seconds": round(taken.wall_seconds, 3),
-        "thinking_tokens_per_second": round(rate, 1),
-    }
+    seconds, rate = round(taken.wall_seconds, 3), round(tokens / taken.wall_seconds, 1)
+    print(f"{arm}: {tokens} thinking tokens, {rate} a second", flush=True)
+    found = {"problems": len(others), "thinking_tokens": tokens, "seconds": seconds}
+    return {**found, "thinking_tokens_per_second": rate}
 
 
 def main() -> None:

@@ -109,11 +109,6 @@ def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> lis
     ]
 
 
-def ratio(count: TokenCount) -> float:
-    """Computed over unique tokens."""
-    return count.computed / count.unique
-
-
 def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | None:
     """Computed over unique tokens of vLLM on the same forks; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
@@ -130,7 +125,7 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
         hf_overrides={"max_position_embeddings": longest},
     )
     forked(engine, reasoner.token_format, requests)
-    return ratio(engine.counts)
+    return engine.counts.computed / engine.counts.unique
 
 
 def main() -> None:
@@ -144,14 +139,15 @@ def main() -> None:
     reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
     limit = args.limit or (4 if args.quick else 9)
     requests = long_traces(reasoner, args.problems, limit, args.seed)
-    engine.counts = shared = TokenCount()
+    engine.counts, sampled = TokenCount(), engine.sample_counts
+    shared = engine.counts
     answers, forking = forked(engine, fmt, requests)
     (theirs, computed), encoding = timing.timed(lambda: anew(reasoner, requests))
     ours = [fork.ids for forks in answers for fork in forks]
     same = sum(list(ids) == other for ids, other in zip(ours, theirs, strict=True))
     result: dict[str, Any] = {
-        "computed_over_unique_transformers": ratio(shared),
-        "sampling_computed_over_unique": ratio(engine.sample_counts),
+        "computed_over_unique_transformers": shared.computed / shared.unique,
+        "sampling_computed_over_unique": sampled.computed / sampled.unique,
         "computed_over_unique_vllm": vllm_ratio(reasoner, requests),
         "reencoded_over_unique": computed / shared.unique,
         "speedup_over_reencode": encoding.wall_seconds / forking.wall_seconds,

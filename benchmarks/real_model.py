@@ -42,7 +42,6 @@ import timing
 from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.labels.summary import stats_of
 
-HERE = Path(__file__).resolve().parent
 PROBLEMS = {
     "train": ("gsm8k", "train[:6000]", "gsm8k_train", 800),
     "validation": ("gsm8k", "train[6000:]", "gsm8k_train", 200),
@@ -102,7 +101,7 @@ class Commands:
         print(f"$ {said}", flush=True)
         # A larger share adds to what a smaller one took.
         start = time.monotonic() - (before.get("seconds", 0) if same or not depends_on else 0)
-        started = ["-m", "ospruner.cli"] if ours else [str(HERE / program)]
+        started = ["-m", "ospruner.cli"] if ours else [str(timing.HERE / "benchmarks" / program)]
         code = subprocess.run([sys.executable, *started, *texts]).returncode
         took = {"finished": code == 0, "seconds": time.monotonic() - start}
         self.kept[name] = {"command": said, "inputs": inputs, **took}

@@ -77,11 +77,8 @@ def send(url: str, case: Case, body: Mapping[str, Any], requests: int, seed: int
         result = generate_load(parser.parse_args(arguments))
     if result["failed"]:
         raise RuntimeError(f"{result['failed']} of {requests} requests failed: {result['errors']}")
-    told: dict[str, Any] = {
-        f"{measure}_p{percent}_ms": round(result[f"p{percent}_{measure}_ms"], 1)
-        for measure in MEASURES
-        for percent in (50, 99)
-    }
+    names = [(measure, percent) for measure in MEASURES for percent in (50, 99)]
+    told: dict[str, Any] = {f"{m}_p{p}_ms": round(result[f"p{p}_{m}_ms"], 1) for m, p in names}
     tokenizer = AutoTokenizer.from_pretrained(case.policy)
     answers = tokenizer(result["generated_texts"], add_special_tokens=False).input_ids
     told["generated_tokens"] = result["total_output_tokens"]
@@ -113,8 +110,8 @@ def measure(case: Case, common: Mapping[str, Any], seed: int) -> dict[str, dict[
         told = {arm: send(url, case, body, requests, seed) for arm, body in arms.items()}
     print(f"{case.name}: {requests} requests, {STREAMS} at a time, to {case.max_tokens} tokens")
     table = pd.DataFrame(told).rename(columns={"off": "policy off", "on": f"on, {budget}"})
-    print(table.assign(**{"on/off": table.iloc[:, 1] / table.iloc[:, 0]}).round(2).to_string())
-    sys.stdout.flush()
+    table["on/off"] = table.iloc[:, 1] / table.iloc[:, 0]
+    print(table.round(2).to_string(), flush=True)
     return told
 
 

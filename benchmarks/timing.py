@@ -134,20 +134,21 @@ def timed(call: Callable[[], T]) -> tuple[T, Timed]:
     return found, Timed(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def in_turn(arms: Mapping[str, Callable[[], bool]], turn: int) -> dict[str, list[Timed]]:
+def in_turn(arms: Mapping[str, Callable[[], object]], turn: int) -> dict[str, list[Timed]]:
     """Takes the arms' steps in turn, so that what slows the machine slows all; their times.
 
-    Each arm's call takes one step and says whether another is left. Who takes the first step
-    changes from step to step, and with the turn of the runs.
+    Each arm's call takes one step and says whether another is left: True. Who takes the first
+    step changes from step to step, and with the turn of the runs.
     """
     times: dict[str, list[Timed]] = {name: [] for name in arms}
-    left = dict.fromkeys(arms, True)
-    while any(left.values()):
-        going = [name for name, more in left.items() if more]
-        for name in going if turn % 2 else going[::-1]:
-            left[name], taken = timed(arms[name])
+    going = list(arms)
+    while going:
+        order, turn = going if turn % 2 else going[::-1], turn + 1
+        for name in order:
+            more, taken = timed(arms[name])
             times[name].append(taken)
-        turn += 1
+            if more is not True:
+                going = [one for one in going if one != name]
     return times
 
 

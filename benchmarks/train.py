@@ -161,8 +161,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             losses[name] = call()
         if counter is not None:
             operations[name] = counter.get_total_flops()
-    once = {name: partial(_once, call) for name, call in calls.items()}
-    runs = [timing.in_turn(once, number) for number in range(args.rounds)]
+    runs = [timing.in_turn(calls, number) for number in range(args.rounds)]
     clocks = np.array([[steps[0] for steps in run.values()] for run in runs])  # (rounds, arms, 2)
     seconds = pd.DataFrame(clocks[..., 0], columns=list(calls))
     tokens = int(traces.token_lengths.sum())
@@ -190,11 +189,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
         f"{args.steps} steps, {tokens} tokens",
     }
-
-
-def _once(call: Callable[[], float]) -> bool:
-    call()
-    return False
 
 
 def main() -> None:
