@@ -50,7 +50,6 @@ PROBLEMS = {
 }
 """Of each set of labels: dataset, split, local file, number of problems."""
 
-TESTS = ("gsm8k", "math500")
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
@@ -146,7 +145,7 @@ def compare(commands: Commands) -> None:
     manifests = [labels / name / "manifest.json" for name in PROBLEMS]
     inputs = [*sorted(policies.glob("*/run.json")), *manifests]
     free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
-    for name in TESTS:
+    for name in ("gsm8k", "math500"):
         for kind, rules in (("frontier", ("rules",)), ("replay", free)):
             out = commands.out / kind / name
             commands.run(
