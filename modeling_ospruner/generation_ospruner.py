@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -52,6 +54,17 @@ _ARGUMENTS = {
     "inputs_embeds": "steps are found in token ids: pass input_ids alone",
     "position_ids": "the policy derives them from the attention mask: pass input_ids alone",
 }
+# Such of the generation config: what they forbid changes with the text.
+_SETTINGS = {
+    "no_repeat_ngram_size": "what closes the thinking may stand in it already: leave it out",
+    "encoder_no_repeat_ngram_size": "the prompt may hold what closes the thinking: leave it out",
+    "forced_eos_token_id": "another token may be forced at max_length: leave it out",
+}
+# What may forbid tokens all along, beside logits processors.
+_CONSTRAINTS = (
+    *("prefix_allowed_tokens_fn", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id"),
+)
 
 
 def refuse_unsupported(
@@ -69,6 +82,11 @@ def refuse_unsupported(
             "the base is compiled by torch.compile, which skips hooks placed later in silence: "
             f"stop_policy needs it as it was loaded, {HINT}"
         )
+    if base.training and base.is_gradient_checkpointing:
+        raise ValueError(
+            "the base is in train mode with gradient checkpointing, where transformers leaves the "
+            f"cache out in silence: call base.eval() first, {HINT}"
+        )
     if base.config.is_encoder_decoder:
         raise ValueError(
             f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder"
@@ -85,8 +103,12 @@ def refuse_unsupported(
         raise ValueError(f"stop_policy cannot work in continuous batching ('paged'), {HINT}")
     if config.guidance_scale not in (None, 1) or config.token_healing:
         raise ValueError(f"guidance_scale and token_healing run the base a second time, {HINT}")
-    for name, why in _ARGUMENTS.items():
-        if arguments.get(name) is not None:
+    given = {name for name in _ARGUMENTS if arguments.get(name) is not None}
+    for name in _SETTINGS:
+        off = (None,) if name.endswith("_id") else (None, 0)
+        given |= set() if vars(config).get(name) in off else {name}
+    for name, why in (_ARGUMENTS | _SETTINGS).items():
+        if name in given:
             raise ValueError(f"{name} and stop_policy exclude each other; {why}")
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
@@ -207,14 +229,31 @@ class Asked:
 
 
 class StopHook(LogitsProcessor):
-    """Decides at step ends and forces what follows; see the module."""
+    """Decides at step ends and forces what follows; see the module.
 
-    def __init__(self, plan: RowPlan, asker: Any, on_step: OnStep | None = None) -> None:
+    Args:
+        plan: what rows have in common.
+        asker: what is asked at step ends.
+        on_step: see `generate_pruned`.
+        constraints: names of all that may have forbidden tokens before.
+        late: what is forbidden as the first token alone.
+    """
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        asker: Any,
+        on_step: OnStep | None = None,
+        constraints: Sequence[str] = (),
+        late: Collection[int] = (),
+    ) -> None:
         self.rows: list[StopRow] = []
         self._plan = plan
         self._asker = asker
         self._on_step = on_step
         self._warned = False
+        self._constraints = constraints
+        self._late = late
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """One decode step: decides where steps have ended, and shapes the scores (B, V)."""
@@ -222,19 +261,35 @@ class StopHook(LogitsProcessor):
             first = self._plan.settings.first_sample_index
             prompts = enumerate(input_ids.tolist())
             self.rows = [StopRow(self._plan, ids, first + i) for i, ids in prompts]
+            closing = set(self._plan.token_format.closing_ids).difference(self._late)
+            open_rows = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
+            self._check_allowed([(i, token) for i in open_rows for token in closing], scores)
         thinking = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
         self._asker.keep(thinking, scores)
         if thinking:
             self._decide([i for i in thinking if self.rows[i].at_boundary], input_ids)
-        closing = [
-            (i, row)
-            for i, row in enumerate(self.rows)
-            if row.phase in (Phase.FORCING, Phase.ANSWER)
-        ]
+        shaped = (Phase.FORCING, Phase.ANSWER)
+        closing = [(i, row) for i, row in enumerate(self.rows) if row.phase in shaped]
         if closing:
+            forced = [(i, row.forced[0]) for i, row in closing if row.phase is Phase.FORCING]
+            self._check_allowed(forced, scores)
             scores = scores.clone()  # the caller may keep the model's own
             shape_scores(scores, closing)
         return scores
+
+    def _check_allowed(self, forced: list[tuple[int, int]], scores: Tensor) -> None:
+        """Refuses to force tokens (of rows) that a constraint has forbidden."""
+        if not self._constraints or not forced:
+            return
+        rows, ids = torch.tensor(forced, device=scores.device).unbind(1)
+        forbidden = ids[scores[rows, ids] <= torch.finfo(scores.dtype).min].unique().tolist()
+        if forbidden:
+            raise ValueError(
+                f"stop_policy must force the tokens {forbidden}, which close the thinking or begin "
+                f"the answer, but {' or '.join(self._constraints)} forbids them: let it allow "
+                "them, pass stop_policy={'answer': 'free'} where the answer alone is constrained "
+                f"(then nothing but the end marker is forced), {HINT}"
+            )
 
     def _decide(self, ended: list[int], input_ids: Tensor) -> None:
         """Decides for the rows that have ended a step: one question for all that ask."""
@@ -334,7 +389,17 @@ def generate_pruned(
         token_format = token_format.winding_down(settings.wind_down, tokenizer)
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
     priced = policy is not None and policy.prices is not None and settings.rule is None
-    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced)
+    width = prompt.shape[1]
+    least = [config.min_new_tokens or 0, (config.min_length or 0) - width]
+    for one in processors:
+        if isinstance(one, MinLengthLogitsProcessor):
+            least.append(one.min_length - width)
+        elif isinstance(one, MinNewTokensLengthLogitsProcessor):
+            least.append(one.min_new_tokens + one.prompt_length_to_skip - width)
+    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced, max(least))
+    named = {**vars(config), **kwargs}
+    constraints = [name for name in _CONSTRAINTS if named.get(name) is not None]
+    constraints += [type(one).__name__ for one in processors]
     if settings.rule is not None:
         asker: Any = settings.rule.asker(base, plan, tokenizer)
     elif policy is None or settings.mode is None:
@@ -343,10 +408,11 @@ def generate_pruned(
         asker = Asked(base, policy, settings.price)
         longest = config.max_length or 0
         if config.max_new_tokens is not None:
-            longest = prompt.shape[1] + config.max_new_tokens
-        check_length(base.config, max(prompt.shape[1], longest), "prompt and answer")
+            longest = width + config.max_new_tokens
+        check_length(base.config, max(width, longest), "prompt and answer")
     with asker:
-        hook = StopHook(plan, asker, on_step)
+        late = config.begin_suppress_tokens or ()
+        hook = StopHook(plan, asker, on_step, constraints, late)
         # The class's own generate: an instance's may be a policy's `custom_generate`.
         output = type(base).generate(
             base,

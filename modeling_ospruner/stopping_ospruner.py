@@ -262,6 +262,7 @@ class RowPlan:
     eos_ids: frozenset[int]
     step_stride: int = 1  # the policy is asked at every k-th step end; rules are at each
     priced: bool = False  # whether the policy is one of every price
+    least_tokens: int = 0  # of a reply: before, no row stops, and none ends by its answer
 
     @property
     def unasked(self) -> Said:
@@ -299,6 +300,7 @@ class StopRow:
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._masked = False
         self._answer_tokens = 0
+        self._answered = False
         self._last: int | None = None
 
     @property
@@ -338,7 +340,8 @@ class StopRow:
             self._answer_tokens += 1
             closed = self._box is not None and self._box.push(token)
             full = self._answer_tokens == self._plan.settings.max_answer_tokens
-            if closed or full or token in self._end_ids:
+            self._answered |= closed or full or token in self._end_ids
+            if self._answered and self._length >= self._plan.least_tokens:
                 self.phase = Phase.DONE
                 return True
         return False
@@ -368,7 +371,7 @@ class StopRow:
             stops = signal >= settings.threshold
         elif stops is None:
             stops = uniform(settings.seed, self._sample_index, step) < signal
-        if stops and self._length >= settings.min_thinking_tokens:
+        if stops and self._length >= max(settings.min_thinking_tokens, self._plan.least_tokens):
             record.reason = "policy" if settings.rule is None else settings.rule.reason
         elif self._length >= (settings.max_thinking_tokens or math.inf):
             record.reason = "budget"

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
+    TextStreamer,
+)
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from ospruner.demo import REASONER
@@ -335,3 +341,86 @@ def test_what_true_and_a_threshold_alone_mean(
     assert at_once == outcome(model, {"mode": "threshold", "threshold": 0.0})
     as_made.default_mode, as_made.default_threshold = "threshold", 0.0
     assert outcome(model, True) == at_once != sampled
+
+
+class Allow(LogitsProcessor):
+    """A grammar: nothing but some tokens, once `begin` stands in the text."""
+
+    def __init__(self, tokens: list[int], begin: int | None = None) -> None:
+        self.tokens, self.begin = tokens, begin
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, self.tokens] = scores[:, self.tokens]
+        if self.begin is None:
+            return masked
+        return torch.where((input_ids == self.begin).any(-1)[:, None], masked, scores)
+
+
+def constraints(model: OSPrunerForCausalLM) -> list[tuple[str, dict[str, Any]]]:
+    """What forbids the closing of the thinking, or what is forced behind it."""
+    end, last = model.token_format.think_end_id, model.token_format.closing_ids[-1]
+    assert end != last
+    return [
+        ("prefix_allowed_tokens_fn", {"prefix_allowed_tokens_fn": lambda row, ids: [30, 31]}),
+        ("Allow", {"logits_processor": [Allow([30, 31])]}),
+        ("Allow", {"logits_processor": [Allow([30, 31], begin=end)]}),
+        ("bad_words_ids", {"bad_words_ids": [[end]]}),
+        ("bad_words_ids", {"bad_words_ids": [[end, last]]}),
+        ("sequence_bias", {"sequence_bias": {(end,): -math.inf}}),
+        ("suppress_tokens", {"suppress_tokens": [last]}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_constraint_that_forbids_what_is_forced_is_refused(
+    model: OSPrunerForCausalLM, number: int
+) -> None:
+    name, arguments = constraints(model)[number]
+    with pytest.raises(ValueError, match=rf"must force the tokens \[.*\], .* but {name} forbids"):
+        run(model, inputs_for(model, 2), stop_policy=ALWAYS, **arguments)
+    run(model, inputs_for(model, 2), new=9, stop_policy=False, **arguments)
+
+
+def test_constraints_that_allow_what_is_forced_are_kept(model: OSPrunerForCausalLM) -> None:
+    """A grammar for the answer alone, and words that are banned elsewhere."""
+    inputs, fmt = inputs_for(model, 2), model.token_format
+    plain = run(model, inputs, stop_policy=False)
+    banned = int(plain[0, 1])
+    grammar = Allow([*fmt.closing_ids, 30, 31], begin=fmt.think_end_id)
+    kept: dict[str, Any] = {"bad_words_ids": [[banned]], "logits_processor": [grammar]}
+    kept |= {"begin_suppress_tokens": [fmt.think_end_id]}
+    written = run(model, inputs, stop_policy={**ALWAYS, "answer": "free"}, **kept)
+    for ids, record in zip(written.tolist(), model.last_stop, strict=True):
+        assert record.reason == "policy"
+        assert banned not in ids
+        answer = ids[ids.index(fmt.think_end_id) + len(fmt.closing_ids) :]
+        assert answer
+        assert set(answer) <= {30, 31, *fmt.closing_ids}
+
+
+@pytest.mark.parametrize("how", ["min_new_tokens", "min_length", "processor"])
+def test_no_row_stops_or_ends_before_the_fewest_tokens(
+    model: OSPrunerForCausalLM, how: str
+) -> None:
+    inputs = inputs_for(model, 2)
+    width, least, eos = inputs["input_ids"].shape[1], 40, model.base.generation_config.eos_token_id
+    arguments: dict[str, Any] = {
+        "min_new_tokens": {"min_new_tokens": least},
+        "min_length": {"min_length": width + least},
+        "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
+    }[how]
+    run(model, inputs, stop_policy=ALWAYS)
+    early = [record.thinking_tokens for record in model.last_stop]
+    assert max(early) < least
+    run(model, inputs, 90, stop_policy=ALWAYS, **arguments)
+    for record in model.last_stop:
+        assert record.thinking_tokens >= least or record.reason == "natural"
+    # The thinking ends by itself: the box is closed early, and the row goes on.
+    end = model.token_format.think_end_id
+    closing = Prefer(end, lambda ids: torch.full((len(ids),), ids.shape[1] == width + 5))
+    arguments["logits_processor"] = [*arguments.get("logits_processor", []), closing]
+    short: dict[str, Any] = {**NEVER, "answer": "forced", "max_answer_tokens": 2}
+    written = run(model, inputs, 90, stop_policy=short, **arguments)
+    assert written.shape[1] == least
+    assert [record.reason for record in model.last_stop] == ["natural"] * 2

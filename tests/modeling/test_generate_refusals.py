@@ -93,6 +93,12 @@ def test_settings(
         ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other; it repl"),
         ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds and stop_policy exclude"),
         ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
+        (
+            {"no_repeat_ngram_size": 2},
+            "no_repeat_ngram_size and stop_policy exclude each other; wh",
+        ),
+        ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size and stop_policy excl"),
+        ({"forced_eos_token_id": 0}, "forced_eos_token_id and stop_policy exclude each other"),
         ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings needs the base's tokenizer"),
     ],
 )
@@ -231,3 +237,12 @@ def test_encoder_decoders(reasoner: Reasoner) -> None:
         generate_with_rule(
             base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
         )
+
+
+def test_bases_in_train_mode_with_gradient_checkpointing(reasoner: Reasoner) -> None:
+    base = copy.deepcopy(reasoner.model)
+    base.gradient_checkpointing_enable()
+    arguments: dict[str, Any] = {"token_format": reasoner.token_format, "max_new_tokens": 5}
+    generate_with_rule(base.eval(), reasoner.tokenizer, Budget(5), PROMPT, **arguments)
+    with pytest.raises(ValueError, match=r"train mode with gradient checkpointing.*base.eval\(\)"):
+        generate_with_rule(base.train(), reasoner.tokenizer, Budget(5), PROMPT, **arguments)
