@@ -163,7 +163,7 @@ def drop(name: str) -> Callable[[Path], None]:
         (
             within("reasoning_format", closing=None),
             ["reasoning format"],
-            "missing: ['closing']",
+            "'closing'",
         ),
         (
             other_code,
@@ -263,7 +263,7 @@ def test_what_may_surprise_in_a_base_is_said(
 def test_a_format_that_does_not_fit(base: Path) -> None:
     (found,) = examine(str(base), reasoning_format=HARMONY).wrong
     assert (found.name, found.level) == ("format", "wrong")
-    assert "no thinking end marker '<|end|>'" in found.value
+    assert "think_end '<|end|>'" in found.value
     assert "--format" in found.advice
 
 
