@@ -7,7 +7,7 @@ To vLLM they stand in `vllm_xargs` (offline in `SamplingParams(extra_args=...)`)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
@@ -23,6 +23,7 @@ __all__ = [
     "ON",
     "PRICE",
     "StopRequest",
+    "misplaced",
 ]
 
 DEFAULTS = "ospruner"
@@ -56,8 +57,42 @@ _LIKE_OURS = re.compile(
     r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|price)"
     r"|(min|max)[\W_]?(thinking|answer))"
 )
+_BUDGET = re.compile(  # what others call `max_thinking_tokens`, perhaps with what it stands in
+    r"(?i)(?=.*(think|thought|reason))(?=.*(budget|token|length|limit))|(.*\.)?budget_?tokens\Z"
+)
+_OF_REQUESTS = frozenset((ON, ID, *KEYS))
 _DRAWS = ("stop_seed", "stop_sample_index")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
+
+_CONTENT = (  # of a body: what its author names as he likes
+    *("messages", "input", "prompt", "tools", "functions", "documents", "metadata"),
+    *("response_format", "structured_outputs", "output_config", "text", "json_schema"),
+)
+_DEEPEST = 4  # of settings within settings
+
+
+def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """Our keys and budgets of thinking in a body over HTTP, by dotted names, where nobody reads.
+
+    Args:
+        body: what was sent.
+        read: the names of what is read, with all that it holds.
+    """
+    found: list[str] = []
+
+    def walk(part: Mapping[str, Any], above: str) -> None:
+        for name, value in part.items():
+            path = f"{above}{name}"
+            if name in _CONTENT or path in read or value is None:
+                continue
+            if isinstance(value, dict):
+                if path.count(".") < _DEEPEST:
+                    walk(value, f"{path}.")
+            elif name in _OF_REQUESTS or _BUDGET.match(path):
+                found.append(path)
+
+    walk(body, "")
+    return sorted(found)
 
 
 class StopRequest:
@@ -85,7 +120,10 @@ class StopRequest:
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
         keys = [k for k in KEYS if k not in (_DRAWS if server else OF_SERVERS)]
         known = [ON, CONTROL if server else ID, *keys]
-        if unknown := [k for k in given if k not in known and _LIKE_OURS.match(k)]:
+        said = self._flag(given, ON) if ON in given else None
+        others = () if said is False else (_BUDGET,)  # where the policy is off, another may read it
+        like = (_LIKE_OURS, *others)
+        if unknown := [k for k in given if k not in known and any(one.match(k) for one in like)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
         self.fields: dict[str, Any] = {KEYS[k]: given[k] for k in keys if k in given}
         if "stop_answer_sample" in given:
@@ -102,7 +140,7 @@ class StopRequest:
             )
         self.control: float = given.get(CONTROL, 0.0)
         check_number(owner, CONTROL, self.control, 0, 1)
-        self.on = self._flag(given, ON) if ON in given else bool(self.fields) or None
+        self.on = (bool(self.fields) or None) if said is None else said
         mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
         if mode is not None:  # also where a threshold alone says it
             self.fields["mode"] = mode

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
@@ -76,6 +77,7 @@ def test_a_request_goes_before_the_defaults(
             for key in (
                 *("max_thinking_token", "stop_treshold", "stop_length_penalty", "stop_domain"),
                 *(CONTROL, *OF_SERVERS),
+                *("thinking_budget", "thinking_token_budget", "max_think_tokens", "budget_tokens"),
             )
         ),
     ],
@@ -126,6 +128,7 @@ _SAID = st.fixed_dictionaries(
 )
 
 
+@how(deadline=None)  # machines are busy
 @given(defaults=_SAID, request=_SAID)
 def test_what_a_request_says_of_stopping_is_what_happens(
     defaults: dict[str, Any], request: dict[str, Any]

@@ -1,9 +1,10 @@
 """What a vLLM server tells of its stops: the route `GET /ospruner/stops/{stop_id}`, and counters.
 
-The plug-in with the route also refuses requests in which the policy's keys would do nothing. vLLM
-loads it where `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus
-counts where the engine runs. A server's `/metrics` sees the counters where vLLM and they share a
-folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
+The plug-in with the route also looks at what is posted to any route, and refuses requests in which
+the policy's keys, or a budget under other people's names, would do nothing. vLLM loads it where
+`VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus counts where the engine
+runs. A server's `/metrics` sees the counters where vLLM and they share a folder,
+`PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import Counter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest
+from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
 from ..rows import ServedRow, in_json
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER
 
 __all__ = ["StopRoutes", "check_body", "count_ended"]
 
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
+_BUDGETS = {  # the one of the budgets' names that vLLM reads on a route, where it is another
+    "/v1/messages": "thinking.budget_tokens",
+    "/v1/messages/count_tokens": "thinking.budget_tokens",
+    "/v1/responses": "",
+}
 _LABELS = ("group", "reason")
 _ENDED = Counter(
     "ospruner_thinking_ended_total",
@@ -56,7 +63,11 @@ def count_ended(row: ServedRow) -> None:
 
 
 def check_body(
-    body: object, defaults: StopRequest, config: OSPrunerConfig, parses_calls: bool
+    body: object,
+    defaults: StopRequest,
+    config: OSPrunerConfig,
+    parses_calls: bool,
+    path: str = "/v1/chat/completions",
 ) -> None:
     """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
 
@@ -65,23 +76,34 @@ def check_body(
         defaults: the server's.
         config: the policy's.
         parses_calls: whether calls of tools are found in replies.
+        path: of the route that it was sent to.
 
     Raises:
-        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; the
-            policy does not know the price; or tools are offered where none could be called.
+        ValueError: a key, or a budget of thinking, stands where nobody reads it, or where beam
+            search ignores it; the policy does not know the price; or tools are offered where none
+            could be called.
     """
     if not isinstance(body, dict):
         return
-    keys, extra = {ON, ID, *KEYS}, body.get("vllm_xargs")
+    if path == _TOKENS_ROUTE:
+        place, holder = "sampling_params.extra_args", body.get("sampling_params")
+        extra = holder.get("extra_args") if isinstance(holder, dict) else None
+        read = (place, "sampling_params.thinking_token_budget")
+    else:
+        place, extra = "vllm_xargs", body.get("vllm_xargs")
+        read = (place, _BUDGETS.get(path, "thinking_token_budget"))
     extra = extra if isinstance(extra, dict) else {}
-    if beside := sorted(keys.intersection(body)):
-        raise ValueError(f"{beside} would do nothing here: send it within 'vllm_xargs'")
-    if body.get("use_beam_search") and (asked := sorted(keys.intersection(extra))):
+    if beside := misplaced(body, read):
         raise ValueError(
-            f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
+            f"{shown(beside)} would do nothing here: send it within {place!r}, a budget of "
+            "thinking as 'max_thinking_tokens'"
+        )
+    if body.get("use_beam_search") and (asked := sorted({ON, ID, *KEYS}.intersection(extra))):
+        raise ValueError(
+            f"use_beam_search is {shown(body['use_beam_search'])}, and {place} has {asked}: "
             "beam search does not stop with the policy; leave one of them out"
         )
-    request = StopRequest(extra)
+    request = StopRequest(extra, place)
     request.check_price(config)
     tools, choice = body.get("tools"), body.get("tool_choice", "auto")
     if tools and not parses_calls and choice != "none":
@@ -93,6 +115,38 @@ def check_body(
     request.check_tools(tools, choice, defaults)
 
 
+class _CheckedBodies:
+    """Middleware that looks at each body of JSON, whatever route it is posted to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive) if scope["type"] == "http" else None
+        kind = "" if request is None else request.headers.get("content-type", "")
+        if request is None or request.method != "POST" or "json" not in kind.lower():
+            await self._app(scope, receive, send)
+            return
+        body: Message | None = {"type": "http.request", "body": await request.body()}
+
+        async def again() -> Message:
+            nonlocal body
+            told, body = body, None
+            return await receive() if told is None else told
+
+        try:
+            sent = await request.json()
+        except (ValueError, RecursionError):  # vLLM's to refuse
+            sent = None
+        try:
+            request.app.state.ospruner_check(sent, scope["path"])
+        except ValueError as error:
+            said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            await JSONResponse({"error": said}, 400)(scope, again, send)
+            return
+        await self._app(scope, again, send)
+
+
 class StopRoutes:
     """An endpoint plug-in of vLLM (its `EndpointPlugin`)."""
 
@@ -100,17 +154,9 @@ class StopRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the route, and a look at the bodies of vLLM's own routes."""
+        """Adds the route, and a look at the bodies of all routes."""
         app.add_api_route("/ospruner/stops/{stop_id:path}", stop_record, methods=["GET"])
-        for route in list(app.routes):
-            if isinstance(route, APIRoute) and route.path in _GENERATING:
-                app.add_api_route(  # vLLM lets a plug-in's route replace its own
-                    route.path,
-                    route.endpoint,
-                    methods=sorted(route.methods),
-                    dependencies=[*route.dependencies, Depends(_checked_body)],
-                    responses=route.responses,
-                )
+        app.add_middleware(_CheckedBodies)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
@@ -118,14 +164,9 @@ class StopRoutes:
         config = engine_client.model_config.hf_config
         parses_calls = args.reasoning_parser != HARMONY_PARSER
         state.ospruner_engine = engine_client
-        state.ospruner_check = lambda body: check_body(body, defaults, config, parses_calls)
-
-
-async def _checked_body(request: Request) -> None:
-    try:  # the body is parsed once: FastAPI asks the same object
-        request.app.state.ospruner_check(await request.json())
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from None
+        state.ospruner_check = lambda body, path: check_body(
+            body, defaults, config, parses_calls, path
+        )
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:

@@ -33,8 +33,10 @@ def params(**said: Any) -> SimpleNamespace:
 def test_keys_that_a_request_may_have() -> None:
     config = OSPrunerConfig(price=1e-3)
     assert check_params(params(), config).on is None
-    own = {"__sglang_reasoning_in_grammar": True, "thinking_budget": 3}  # SGLang's own keys
+    own = {"__sglang_reasoning_in_grammar": True, "x": 3}  # SGLang's own keys
     assert check_params(params(custom_params=own), config).on is None
+    theirs = {"thinking_budget": 3, "stop_policy": False}  # of SGLang's own processor of logits
+    assert check_params(params(custom_params=theirs), config).on is False
     asked = {"stop_seed": 3, "stop_price": 1e-3}
     assert check_params(params(custom_params=asked), config).fields["seed"] == 3
     assert check_params(params(custom_params={"stop_policy": True}, n=4, beam_width=1), config).on
@@ -46,6 +48,7 @@ def test_keys_that_a_request_may_have() -> None:
     [
         ({"custom_params": {"stop_threshold": 2}}, "custom_params: stop_threshold is 2; it must"),
         ({"custom_params": {"stop_treshold": 2}}, r"no \['stop_treshold'\]; the policy's keys"),
+        ({"custom_params": {"thinking_budget": 9}}, r"no \['thinking_budget'\]; the policy's keys"),
         ({"custom_params": {"stop_id": "a"}}, "stop_id is 'a'; SGLang tells what happened"),
         ({"custom_params": {"stop_seed": 3}, "n": 2}, "stop_seed is 3 and n is 2, and nothing"),
         (

@@ -274,6 +274,15 @@ def test_hostile_bodies_to_the_plug_in_alone(small_app: SmallApp, fuzzed: Fuzzed
     attack(small_app, huge(1), fuzzed)
 
 
+def test_each_route_is_checked(small_app: SmallApp) -> None:
+    for path in ("/v1/chat/completions/batch", "/invocations", "/whatever/comes/next"):
+        reply = small_app.client.post(path, json={"extra_body": {"max_thinking_tokens": 3}})
+        assert reply.status_code == 400, path
+        assert "['extra_body.max_thinking_tokens'] would do" in reply.json()["error"]["message"]
+        assert small_app.client.post(path, json={}).status_code == 404
+        assert small_app.client.post(path, data={"max_thinking_tokens": 3}).status_code == 404
+
+
 IDS = ("no", "\0", "a/b", "../..", "a\nb", "é\u202e", "é 7", MARK * 1000, *"?# .\x1b")
 
 

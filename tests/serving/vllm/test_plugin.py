@@ -82,3 +82,59 @@ def test_what_would_do_nothing_is_refused(
     on = StopRequest({"stop_policy": True}, server=True)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check_body(body, on, config, parses)
+
+
+ON = StopRequest({"stop_policy": True}, server=True)
+CHAT, MESSAGES, TOKENS = "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"
+PLACES = ("extra_body", "chat_template_kwargs", "custom_params", "extra_args", "sampling_params")
+OTHERS = (  # names of a budget elsewhere
+    *("thinking_budget", "thinking_budget_tokens", "max_think_tokens", "reasoning_max_tokens"),
+    *("budget_tokens", "reasoning_budget", "thinkingBudget", "max_reasoning_tokens"),
+)
+BUDGET = {"thinking": {"type": "enabled", "budget_tokens": 2000}}
+
+
+@pytest.mark.parametrize("path", ["/invocations", CHAT, f"{CHAT}/batch", "/v1/responses", MESSAGES])
+def test_a_setting_where_nobody_reads_it_is_refused_on_every_route(path: str) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [(name, {name: 512}) for name in OTHERS]
+    for place in PLACES:
+        for key in ("max_thinking_tokens", "stop_price", "thinking_token_budget", *OTHERS):
+            wrong.append((f"{place}.{key}", {place: {key: 512}}))
+    wrong += [
+        ("reasoning.max_tokens", {"reasoning": {"effort": "low", "max_tokens": 512}}),
+        ("extra_body.vllm_xargs.stop_mode", {"extra_body": {"vllm_xargs": {"stop_mode": "x"}}}),
+        ("sampling_params.extra_args.stop_id", {"sampling_params": {"extra_args": {"stop_id": 1}}}),
+    ]
+    for name, body in wrong:
+        with pytest.raises(ValueError, match=rf"\['{name}'\] would do nothing .* within 'vllm_xar"):
+            check_body(body, ON, FIXED, True, path)
+    for name in OTHERS:
+        with pytest.raises(
+            ValueError, match=rf"vllm_xargs: no \['{name}'\]; the policy's keys are"
+        ):
+            check_body({"vllm_xargs": {name: 512}}, ON, FIXED, True, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "refused"),
+    [
+        (CHAT, {"thinking_token_budget": 5, "reasoning_effort": "low"}, False),
+        ("/v1/responses", {"thinking_token_budget": 5}, True),
+        (MESSAGES, {"thinking_token_budget": 5}, True),
+        (MESSAGES, BUDGET, False),
+        (f"{MESSAGES}/count_tokens", BUDGET, False),
+        (CHAT, BUDGET, True),
+        (TOKENS, {"sampling_params": {"thinking_token_budget": 5}}, False),
+        (TOKENS, {"sampling_params": {"extra_args": {"max_thinking_tokens": 5}}}, False),
+        (TOKENS, {"sampling_params": {"extra_args": {"thinking_budget": 5}}}, True),
+        (TOKENS, {"sampling_params": {"max_thinking_tokens": 5}}, True),
+        (TOKENS, {"vllm_xargs": {"max_thinking_tokens": 5}}, True),
+        # What its author names as he likes.
+        (CHAT, {"response_format": {"json_schema": {"thinking_budget": {}}}}, False),
+        (CHAT, {"metadata": {"thinking_budget": "5"}, "messages": [{"stop_id": 1}]}, False),
+        (CHAT, {"thinking_budget": None}, False),
+    ],
+)
+def test_what_each_route_reads(path: str, body: dict[str, Any], refused: bool) -> None:
+    with pytest.raises(ValueError, match="thinking") if refused else nullcontext():
+        check_body(body, ON, FIXED, True, path)
