@@ -563,39 +563,68 @@ class TokenFormat:
             start: where the thinking begins (the length of the prompt), where that is known.
         """
         ids = list(ids)
-        start = self._begins(ids) if start is None else start
-        state = self.boundary_state()
-        for token in ids[start:]:
-            if token in self.eos_ids and token != self.think_end_id:
-                return ThinkingSpan(start, start + state.thinking_tokens, True)
-            state.push(token)
-            if state.ended:
-                break
-        return ThinkingSpan(start, start + state.thinking_tokens, state.ended)
+        prompt = start is None
+        start, replies = self._begins(ids) if start is None else (start, False)
+        state, end = self.boundary_state(), start
+        while not (state.ended or replies) and end < len(ids):
+            replies = ids[end] in self.eos_ids and ids[end] != self.think_end_id
+            if not replies:
+                state.push(ids[end])
+                end += 1
+        span = ThinkingSpan(start, start + state.thinking_tokens, state.ended or replies)
+        literal, thought = self.format.think_start, self._text(ids[start : span.end]).strip()
+        empty = prompt and state.ended and bool(literal) and not thought.removeprefix(literal)
+        if empty and self._beginning(ids[end:]) == literal and not (state.overhang or "").strip():
+            # A template closes an empty thinking before a partial one that the client has given.
+            return self.thinking_span(ids, end)
+        return span
+
+    def prompt_state(self, prompt_ids: Sequence[int]) -> BoundaryState:
+        """The state in which the model goes on after a prompt; `ended` where it thinks no more.
+
+        `generate` and all engines, parsers and readers of replies begin with it.
+        """
+        span = self.thinking_span(prompt_ids)
+        state = self.boundary_state(prompt_ids[span.start :])
+        state.ended = span.closed
+        return state
 
     def is_blank(self, token: int) -> bool:
         """Whether an id is neither a marker nor visible text."""
         known = token not in self.added_ids and token < len(self.kinds)
         return known and not self.kinds[token] & (VISIBLE | VISIBLE_AFTER)
 
-    def _begins(self, ids: list[int]) -> int:
-        """Where the thinking of the last turn begins; at its end marker if that is all there is.
+    def _begins(self, ids: list[int]) -> tuple[int, bool]:
+        """Where the thinking of the last turn begins, and whether a reply stands there instead.
 
         Without the chat template's own opening of a turn (a raw prompt), the last `think_start` of
-        the last text counts, else its last end marker.
+        the last text counts, else its last end marker. Under a template that opens the thinking, a
+        turn that begins with other text thinks nothing.
         """
-        floor = self._last_text(ids)
+        floor, literal = self._last_text(ids), self.format.think_start
         at = self._last_turn(ids, floor)
         if at is not None:
             at += len(self.header_ids)
-            return at + _common(ids[at:], self.opening_ids)
+            opens = literal and self._beginning(self.opening_ids) == literal
+            replies = opens and not literal.startswith(self._beginning(ids[at:]))
+            return at + _common(ids[at:], self.opening_ids), bool(replies)
         if self.header_ids and self.header_ids[0] in ids[floor:]:
-            return len(ids)  # someone else's message is the last one
+            return len(ids), False  # someone else's message is the last one
         if opened := _places(ids[floor:], self.think_start_ids, self.start_marker):
-            return floor + opened[-1][self.channels is None]  # with channels, at the header
+            # With channels, at the header.
+            return floor + opened[-1][self.channels is None], False
         wanted = self.think_end_ids if self.channels is None else self.channels.answer
         closed = _places(ids[floor:], wanted, None if self.channels else self.end_marker)
-        return floor + closed[-1][0] if closed else len(ids)
+        return (floor + closed[-1][0] if closed else len(ids)), False
+
+    def _text(self, ids: Iterable[int]) -> str:
+        return "".join(self.texts[i] if i < len(self.texts) else "\ufffd" for i in ids)
+
+    def _beginning(self, ids: Sequence[int]) -> str:
+        """The text of ids after leading blanks, as far as `think_start` would reach."""
+        size = len(self.format.think_start)
+        first = next((i for i, one in enumerate(ids) if not self.is_blank(one)), len(ids))
+        return self._text(ids[first : first + size]).lstrip()[:size]
 
     def _last_text(self, ids: list[int]) -> int:
         """Where the last text begins: after the last end of one that something visible follows."""

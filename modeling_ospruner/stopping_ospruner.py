@@ -286,14 +286,14 @@ class StopRow:
     """
 
     def __init__(self, plan: RowPlan, prompt_ids: Sequence[int], sample_index: int) -> None:
-        span = plan.token_format.thinking_span(prompt_ids)
-        self.phase = Phase.DONE if span.closed else Phase.THINKING
-        self.record = StopRecord(reason="natural" if span.closed else "length")
+        self._boundary = plan.token_format.prompt_state(prompt_ids)
+        closed = self._boundary.ended
+        self.phase = Phase.DONE if closed else Phase.THINKING
+        self.record = StopRecord(reason="natural" if closed else "length")
         self.at_boundary = False
         self.forced: deque[int] = deque()
         self._plan = plan
         self._sample_index = sample_index
-        self._boundary = plan.token_format.boundary_state(prompt_ids[span.start :])
         self._prefilled_tokens = self._boundary.thinking_tokens
         self._length = 0  # tokens generated so far
         self._box: BoxState | MarkerState | None = None

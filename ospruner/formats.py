@@ -94,7 +94,7 @@ def follow(fmt: TokenFormat, prompt_ids: Sequence[int], ids: Iterable[int]) -> B
     Its `thinking_tokens` count from the prompt's end, and are below 0 where the end began
     within the prompt.
     """
-    state = fmt.boundary_state(prompt_ids[fmt.thinking_span(prompt_ids).start :])
+    state = fmt.prompt_state(prompt_ids)
     before = state.thinking_tokens
     if state.ended:
         state.end_tokens = 0  # they stand in the prompt

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, guess
+from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess
 
 from .made_formats import boundaries
 
@@ -343,3 +343,56 @@ def test_custom_format_from_a_dictionary(
     span = fmt.thinking_span([*prompt, *trace, *fmt.closing_ids])
     assert span == (begin, len(prompt) + len(trace), True)
     assert len(fmt.step_ends(trace)) == 2
+
+
+def continued(family: Family, content: str) -> list[int]:
+    """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
+    return family.prompt(
+        [*ASK, {"role": "assistant", "content": content}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+
+
+def test_a_prefilled_reply_is_no_thinking(r1: Family, qwen3: Family, harmony: Family) -> None:
+    """R1's template opens the thinking in each turn: a reply that begins without has none."""
+    for family in (r1, qwen3, harmony):
+        ids = continued(family, "So\n\nit is")
+        assert family.fmt.thinking_span(ids).closed
+        assert follow(family.fmt, ids, family.ids("\n\n5.")).ended
+        assert family.fmt.thinking_span([*ids, *family.ids("</think>\n\n5.")]).closed
+    begins = len(r1.prompt(ASK)) - len(r1.fmt.opening_ids)
+    assert r1.fmt.thinking_span(continued(r1, "So it is")) == (begins, begins, True)
+    raw = r1.prompt(ASK)
+    assert not r1.fmt.thinking_span(raw[:-2]).closed  # nothing written yet: the model opens it
+    assert not r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\n")]).closed
+    assert r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\nIt is")]).closed
+    # A turn in a trained chat, whose thinking the template has dropped.
+    assert r1.fmt.thinking_span([*continued(r1, "It is 5."), *r1.fmt.eos_ids]).closed
+
+
+GLM = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think></think>\\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_partial_thinking_after_an_empty_closed_one_goes_on(
+    chatml: Callable[[str], Family],
+) -> None:
+    """Templates write an empty thinking before a last reply; the client's own stands behind it."""
+    glm = chatml("qwen3")
+    glm.tokenizer.chat_template = GLM
+    for family in (chatml("qwen3"), Family(glm.tokenizer, glm.fmt)):
+        ids = continued(family, "<think>\nFirst.\n\nThen")
+        text = str(family.tokenizer.decode(ids))
+        assert text.count("<think>") == 2
+        span = family.fmt.thinking_span(ids)
+        assert not span.closed
+        assert str(family.tokenizer.decode(ids[span.start :])).lstrip("\n") == (
+            "<think>\nFirst.\n\nThen"
+        )
+        closed = continued(family, "<think>\nFirst.\n</think>\n\nSo")
+        assert family.fmt.thinking_span(closed).closed
+        assert family.fmt.thinking_span(continued(family, "The tag <think> opens it")).closed

@@ -156,6 +156,20 @@ def test_a_prefilled_thinking_goes_on(model: OSPrunerForCausalLM) -> None:
         assert record.thinking_tokens <= 30
 
 
+def test_nothing_is_forced_into_a_prefilled_reply(model: OSPrunerForCausalLM) -> None:
+    """Where the template opens the thinking and the client's reply does not, there is none."""
+    tokenizer, fmt = model.tokenizer, model.token_format
+    assert tokenizer is not None
+    opened = inputs_for(model, 1)["input_ids"][0].tolist()
+    assert opened[-len(fmt.opening_ids) :] == list(fmt.opening_ids)
+    reply = tokenizer.encode("3+4=7.\n\n", add_special_tokens=False)
+    ids = torch.tensor([[*opened[: -len(fmt.opening_ids)], *reply]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(run(model, inputs, stop_policy=ALWAYS), run(model, inputs))
+    record = model.last_stop[0]
+    assert (record.reason, record.thinking_tokens, record.step_ends) == ("natural", 0, [])
+
+
 class EndRow(StoppingCriteria):
     """Ends one row after so many columns."""
 
