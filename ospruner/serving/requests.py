@@ -185,19 +185,53 @@ class StopRequest:
                 "the default), or stop_policy false, or tool_choice 'none'"
             )
 
-    def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
-        """The request's settings over a server's defaults; None where the policy is off."""
+    def settings(self, defaults: StopRequest, least_tokens: int = 0) -> StopPolicyConfig | None:
+        """The request's settings over a server's defaults; None where the policy is off.
+
+        Args:
+            defaults: the server's.
+            least_tokens: before which the request does not end, by the engine's own setting.
+
+        Raises:
+            ValueError: the request's own budget is below `least_tokens`.
+        """
         on = defaults.on if self.on is None else self.on
         if not on:
             return None
         fields = {**defaults.fields, **self.fields}
         if fields.get("mode") == "sample":
             fields.pop("threshold", None)  # of the defaults
-        least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
+        most = fields.get("max_thinking_tokens")
+        least = max(fields.get("min_thinking_tokens", 0), least_tokens)
         if most is not None and least > most:  # the request's word is the later one
-            asked = "max_thinking_tokens" in self.fields
-            fields.pop("min_thinking_tokens" if asked else "max_thinking_tokens")
-        return StopPolicyConfig(**fields)
+            if "max_thinking_tokens" not in self.fields:
+                del fields["max_thinking_tokens"]
+            elif least_tokens <= most:
+                least = least_tokens
+            else:
+                raise ValueError(
+                    f"{self._owner}: max_thinking_tokens is {most}, but the request is to have at "
+                    f"least {least_tokens} tokens: lower its minimum (min_tokens, in SGLang "
+                    "min_new_tokens), or raise the budget"
+                )
+        return StopPolicyConfig(**fields | {"min_thinking_tokens": least})
+
+    def take_budget(
+        self, extra: Mapping[str, Any], budget: int, defaults: StopRequest
+    ) -> dict[str, Any] | None:
+        """The keys with an engine's own budget as theirs; None where the policy is off.
+
+        Args:
+            extra: the request's keys, and others.
+            budget: of thinking tokens. Where the request or the server has one too, the lower one
+                holds.
+            defaults: the server's.
+        """
+        settings = self.settings(defaults)
+        if settings is None:
+            return None
+        most = min(budget, settings.max_thinking_tokens or budget)
+        return {**extra, "max_thinking_tokens": max(most, 1)}
 
     def _flag(self, given: Mapping[str, Any], key: str) -> bool:
         value = given[key]

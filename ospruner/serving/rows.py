@@ -57,6 +57,7 @@ class ServedRow:
     prompt_ids: InitVar[Sequence[int]]
     sample_index: int  # among all rows of the run, for the draws
     end_id: int  # the token that ends it, once its answer is complete
+    least: int = 0  # of prompt and text, before which it does not end
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one lambda
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
@@ -172,6 +173,7 @@ class RowCore:
         stop_ids: Iterable[int],
         end_id: int | None = None,
         text: int = 0,
+        least_tokens: int = 0,
     ) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped.
 
@@ -181,10 +183,11 @@ class RowCore:
             stop_ids: tokens that end it, beside the tokenizer's own.
             end_id: the one that ends it once its answer is complete; None for the tokenizer's.
             text: which one it is of several texts of one prompt, from 0; with a seed only.
+            least_tokens: of its text, before which it does not end; nothing stops it before.
         """
         try:
             asked = StopRequest(extra)
-            settings = asked.settings(self._defaults)
+            settings = asked.settings(self._defaults, least_tokens)
             if settings is None:
                 return None
             settings = settings.with_defaults(self._config)
@@ -207,6 +210,7 @@ class RowCore:
             prompt_ids,
             settings.first_sample_index,
             eos_id if end_id is None else end_id,
+            len(prompt_ids) + least_tokens,
             control,
             None if prices is None or price is None else prices.place(price),
             None if control else promise_of(settings, self._config),
@@ -253,7 +257,8 @@ class RowCore:
         for _, one in ended:
             self.tell_end(one)
         if ended:
-            complete = {place: one.end_id for place, one in ended if one.complete}
+            whole = [pair for pair in ended if pair[1].complete and pair[1].taken >= pair[1].least]
+            complete = {place: one.end_id for place, one in whole}
             shape_scores(logits, [(place, one.row) for place, one in ended], complete)
 
 

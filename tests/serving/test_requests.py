@@ -87,6 +87,53 @@ def test_wrong_values_are_named(request_: dict[str, Any], message: str) -> None:
         StopRequest(request_)
 
 
+@pytest.mark.parametrize(
+    ("request_", "defaults", "wanted"),
+    [
+        ({}, {}, {"min_thinking_tokens": 50}),
+        ({"min_thinking_tokens": 80}, {}, {"min_thinking_tokens": 80}),
+        ({}, {"min_thinking_tokens": 80}, {"min_thinking_tokens": 80}),
+        ({}, {"max_thinking_tokens": 49}, {"min_thinking_tokens": 50}),
+        ({}, {"max_thinking_tokens": 50}, {"min_thinking_tokens": 50, "max_thinking_tokens": 50}),
+        (
+            {"max_thinking_tokens": 60},
+            {"min_thinking_tokens": 80},
+            {"min_thinking_tokens": 50, "max_thinking_tokens": 60},
+        ),
+    ],
+)
+def test_nothing_stops_before_an_engines_own_minimum(
+    request_: dict[str, Any], defaults: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    asked, on = StopRequest({ON: True, **request_}), StopRequest(defaults, server=True)
+    assert asked.settings(on, 50) == StopPolicyConfig(**wanted)
+    low = StopRequest({"max_thinking_tokens": 49})
+    with pytest.raises(ValueError, match="tokens is 49, but the request is to have at least 50"):
+        low.settings(on, 50)
+
+
+@pytest.mark.parametrize(
+    ("request_", "defaults", "budget", "wanted"),
+    [
+        ({}, ALL_ON, 2000, 2000),
+        ({}, ALL_ON | {"max_thinking_tokens": 500}, 2000, 500),
+        ({}, ALL_ON | {"min_thinking_tokens": 5000}, 2000, 2000),
+        ({"stop_policy": True}, {}, 0, 1),
+        ({"max_thinking_tokens": 30}, {}, 20, 20),
+        ({"stop_policy": False}, ALL_ON, 2000, None),
+        ({}, {}, 2000, None),
+    ],
+)
+def test_an_engines_own_budget_is_the_policys(
+    request_: dict[str, Any], defaults: dict[str, Any], budget: int, wanted: int | None
+) -> None:
+    on = StopRequest(defaults, server=True)
+    taken = StopRequest(request_).take_budget({"others": 3, **request_}, budget, on)
+    assert taken == (
+        None if wanted is None else {"others": 3, **request_, "max_thinking_tokens": wanted}
+    )
+
+
 @pytest.mark.parametrize("key", ["stop_seed", "stop_sample_index", ID])
 def test_what_a_request_alone_may_say(key: str) -> None:
     with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):

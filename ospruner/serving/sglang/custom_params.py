@@ -54,7 +54,7 @@ def server_defaults() -> StopRequest:
 
 def excluded(params: Any) -> dict[str, Any]:
     """What in a request's parameters (SGLang's `SamplingParams`) excludes the policy, by name."""
-    found = {name: getattr(params, name) for name in (*_GRAMMARS, "min_new_tokens", "beam_width")}
+    found = {name: getattr(params, name) for name in (*_GRAMMARS, "beam_width")}
     return {name: value for name, value in found.items() if value and (name, value) != _ONE_BEAM}
 
 
@@ -78,4 +78,5 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
             "leave stop_seed out"
         )
     request.check_price(config)
+    request.settings(server_defaults(), params.min_new_tokens)
     return request

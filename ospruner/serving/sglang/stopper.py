@@ -59,7 +59,8 @@ class Stopper:
         # What still ends a request that ignores the end of text.
         end_id = min(params.stop_token_ids) if params.ignore_eos and params.stop_token_ids else None
         prompt = list(request.origin_input_ids)
-        return self._core.admit(params.custom_params, prompt, stops, end_id)
+        least = params.min_new_tokens
+        return self._core.admit(params.custom_params, prompt, stops, end_id, least_tokens=least)
 
     def step(self, logits: torch.Tensor, batch: Any) -> None:
         """Decides where steps of thinking have ended, and shapes the logits (B, V) of a batch."""

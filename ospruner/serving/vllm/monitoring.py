@@ -152,6 +152,7 @@ class StopRoutes:
 
     name = "ospruner_stops"
     required_tasks = ("generate",)
+    defaults = StopRequest(None, server=True)  # of this process's server; offline none are known
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the route, and a look at the bodies of all routes."""
@@ -161,6 +162,7 @@ class StopRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
         defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
+        StopRoutes.defaults = defaults
         config = engine_client.model_config.hf_config
         parses_calls = args.reasoning_parser != HARMONY_PARSER
         state.ospruner_engine = engine_client

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 
 from ..requests import DEFAULTS, ID, StopRequest
 from ..rows import RowCore, ServedRow
-from .monitoring import count_ended
+from .monitoring import StopRoutes, count_ended
 from .plugin import ARCHITECTURE, PROCESSOR
 
 __all__ = ["Arriving", "StopProcessor", "StopRecords"]
@@ -71,7 +71,8 @@ class Arriving:
             end_id = params.stop_token_ids[0]
         if params.seed is not None and _FIRST_SEED in extra:
             text = params.seed - extra[_FIRST_SEED]
-        row = self.core.admit(extra, prompt_ids, params.all_stop_token_ids, end_id, text)
+        stops = params.all_stop_token_ids
+        row = self.core.admit(extra, prompt_ids, stops, end_id, text, params.min_tokens)
         if row is not None and (name := extra.get(ID)) is not None:
             self._records[name] = row
             while len(self._records) > _MOST_RECORDS:
@@ -99,20 +100,25 @@ class StopProcessor(*_interfaces):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses wrong keys by name: over HTTP, a 400 with the message."""
-        request = StopRequest(params.extra_args)
+        """Refuses wrong keys by name: over HTTP, a 400 with the message.
+
+        vLLM's own budget, which is also Anthropic's `thinking.budget_tokens`, becomes the policy's
+        where it is on.
+        """
+        extra, defaults = dict(params.extra_args or {}), StopRoutes.defaults
+        extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
+        request = StopRequest(extra)
         if request.on and params.structured_outputs is not None:
             raise ValueError(
                 "stop_policy and structured outputs exclude each other: their grammar does not "
                 "know the forced closing"
             )
-        if request.on and params.thinking_token_budget is not None:
-            raise ValueError(
-                "stop_policy and thinking_token_budget exclude each other: use "
-                "max_thinking_tokens, which ends at a step"
-            )
-        extra = dict(params.extra_args or {})
-        extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
+        if (budget := params.thinking_token_budget) is not None:
+            budgeted = request.take_budget(extra, budget, defaults)
+            if budgeted is not None:
+                extra, params.thinking_token_budget = budgeted, None
+                request = StopRequest(extra)
+        request.settings(defaults, params.min_tokens)
         if params.n > 1 and "seed" in request.fields:
             if params.seed is None:
                 raise ValueError(

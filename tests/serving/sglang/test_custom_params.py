@@ -48,6 +48,10 @@ def test_keys_that_a_request_may_have() -> None:
     [
         ({"custom_params": {"stop_threshold": 2}}, "custom_params: stop_threshold is 2; it must"),
         ({"custom_params": {"stop_treshold": 2}}, r"no \['stop_treshold'\]; the policy's keys"),
+        (
+            {"custom_params": {"max_thinking_tokens": 9}, "min_new_tokens": 10},
+            "custom_params: max_thinking_tokens is 9, but the request is to have at least 10",
+        ),
         ({"custom_params": {"thinking_budget": 9}}, r"no \['thinking_budget'\]; the policy's keys"),
         ({"custom_params": {"stop_id": "a"}}, "stop_id is 'a'; SGLang tells what happened"),
         ({"custom_params": {"stop_seed": 3}, "n": 2}, "stop_seed is 3 and n is 2, and nothing"),
@@ -62,7 +66,6 @@ def test_keys_that_a_request_may_have() -> None:
                 ("regex", "a+"),
                 ("ebnf", "root"),
                 ("structural_tag", "x"),
-                ("min_new_tokens", 5),
                 ("beam_width", 2),
             )
         ),

@@ -257,6 +257,25 @@ def test_requests_that_do_not_ask_are_left_alone(
     assert engine.stopper.record(other) is engine.stopper.record(wrong) is None
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_no_request_ends_before_its_own_minimum(
+    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path], ends: bool
+) -> None:
+    """Not by the policy, and after a natural end not by its answer's closing brace."""
+    model, least = policy[0], 36
+    request = make_request(model, 3 if ends else 0, max_answer_tokens=1)
+    if not ends:
+        request.sampling_params.custom_params["stop_threshold"] = 0.0  # at the first step end
+    request.sampling_params.min_new_tokens, request.kv.req_pool_idx = least, 1
+    for _ in range(least + 20):
+        request.output_ids.append(engine.compute([request])[0])
+    text, fmt = request.output_ids, model.token_format
+    end = next(i for i, token in enumerate(text) if token in fmt.eos_ids)
+    closed = text.index(fmt.think_end_id)
+    assert (closed < least <= end) if ends else (least <= closed < end)
+    assert set(text[end:]) == set(fmt.eos_ids)
+
+
 def test_defaults_stop_all(
     policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

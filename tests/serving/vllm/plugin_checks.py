@@ -308,7 +308,7 @@ def test_requests_that_are_aborted_leave_the_others_alone(
     [
         ({"stop_threshold": 2}, {}, "stop_threshold is 2.*0.*1"),
         ({"stop_polciy": True}, {}, "stop_polciy.*stop_policy"),
-        ({"stop_policy": 1}, {"thinking_token_budget": 5}, "thinking_token_budget exclude each"),
+        ({"max_thinking_tokens": 5}, {"min_tokens": 9}, "tokens is 5, but .* to have at least 9"),
         ({"stop_policy": 1}, {"structured_outputs": STRUCTURE}, "structured outputs exclude each"),
     ],
 )
@@ -321,6 +321,26 @@ def test_wrong_keys_are_refused_by_name(
 ) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         run(served, mixed[:1], greedy(extra, **further))
+
+
+def test_vllms_own_budget_and_minimum_are_the_policys(
+    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    end, eos = model.token_format.think_end_id, model.token_format.eos_ids
+    at_once = {"stop_mode": "threshold", "stop_threshold": 0.0}
+    kept = 0
+    for i in range(12):
+        asked = [greedy({**NEVER, "stop_id": "b"}, thinking_token_budget=10)]
+        asked += [greedy({**at_once, "stop_id": "m"}, min_tokens=40)]
+        [[budgeted]], [[least]] = (run(served, mixed[i : i + 1], one) for one in asked)
+        told = record(served, "b")
+        assert told["reason"] == "budget"
+        check_record(model, mixed[i], budgeted, NEVER | {"max_thinking_tokens": 10}, told)
+        assert len(least) >= 40
+        assert not set(least[:39]).intersection(eos)
+        kept += least[:30] == plain[i][0][:30]
+        assert end in least
+    assert kept > 3
 
 
 def test_a_prompt_that_closed_its_thinking_is_left_alone(

@@ -391,7 +391,7 @@ def of_vllm_too() -> Iterator[Case]:
     kind, fields = "vLLM's own settings", dict[str, Any]()
     yield Case(kind, request({"stop_seed": 1}, n=2), ("stop_seed is 1 and n is 2",))
     for fields, says in (
-        ({"thinking_token_budget": 5}, "thinking_token_budget exclude each"),
+        ({"thinking_token_budget": 1, "min_tokens": 2}, "but the request is to have at least 2"),
         ({"structured_outputs": {"regex": "a"}}, "structured outputs exclude"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"prompt": [10**6]}, ""),
