@@ -235,6 +235,8 @@ class LabelSettings:
         imported_from: name of the file whose traces these are; "" where the base sampled them.
         task: how problems were asked, answered and graded (`problems.task.Task.settings`); labels
             without it are of mathematics.
+        prompt_date: the day (YYYY-MM-DD) that prompts name as today; "" where the chat template
+            names none.
     """
 
     base_model: str
@@ -252,6 +254,7 @@ class LabelSettings:
     step_stride: int = 1
     imported_from: str = ""
     task: dict[str, Any] = field(default_factory=lambda: dict(MATH_TASK))
+    prompt_date: str = ""
 
     def __post_init__(self) -> None:
         wanted = {
@@ -272,11 +275,11 @@ class LabelSettings:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must be {what}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON-ready values; mathematics is not named."""
-        values = dataclasses.asdict(self)
-        if self.task == MATH_TASK:
-            del values["task"]
-        return values
+        """The settings as JSON-ready values; mathematics, and no date, are not named."""
+        usual = {"task": MATH_TASK, "prompt_date": ""}
+        return {
+            k: v for k, v in dataclasses.asdict(self).items() if k not in usual or v != usual[k]
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:
@@ -287,7 +290,7 @@ class LabelSettings:
         """
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
-        missing = sorted(names - set(values) - {"task"})
+        missing = sorted(names - set(values) - {"task", "prompt_date"})
         if unknown or missing:
             raise ValueError(
                 f"label settings with unknown keys {unknown} and missing keys {missing}: "

@@ -9,6 +9,7 @@ that id; any other one is a `Marker`, found in whatever tokens the model writes 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,16 @@ except ImportError:  # then no chat template can be rendered at all
 
 Place = tuple[int, int]  # of a literal: its first token, and the one after its last
 _CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")  # of tools, in Qwen3 and DeepSeek
-_OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase")  # stored where they say something
+# Stored where they say something.
+_OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args")
+# Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
+_HAND_ON = """{%- set ospruner = namespace(turns=[]) %}{%- for turn in messages %}
+{%- set said = turn.reasoning or turn.reasoning_content %}
+{%- set taken = said and not turn.thinking and not (turn.tool_calls and turn.content) %}
+{%- set ospruner.turns = ospruner.turns + [dict(turn, thinking=said) if taken else turn] %}
+{%- endfor %}{%- set messages = ospruner.turns %}"""
+_SPACED = "a  b\n\nc\n \n   d"
+_NO_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "tokenize")
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class ReasoningFormat:
             the brace that closes the box.
         answer_phrase: of a model that thinks in its reply, the words with which it begins its final
             answer, such as "The final answer is": they end the thinking, and stand in the closing.
+        template_args: arguments of the chat template, a JSON object such as
+            '{"enable_thinking": true}'; empty for none.
     """
 
     name: str
@@ -62,6 +74,7 @@ class ReasoningFormat:
     wind_down: str = ""
     answer_end: str = ""
     answer_phrase: str = ""
+    template_args: str = ""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -78,6 +91,41 @@ class ReasoningFormat:
         }
         if found := [what for what, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{'; '.join(found)}: {self}")
+        plain = (str, int, float)
+        for name, value in self.template_arguments.items():
+            if not (name.isidentifier() and isinstance(value, plain)) or name in _NO_ARGUMENTS:
+                raise ValueError(
+                    f"template_args holds {name}={value!r}; each must be an argument of the chat "
+                    f"template itself (not {', '.join(_NO_ARGUMENTS)}): a text, number or boolean"
+                )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What `template_args` says, by name."""
+        try:
+            return dict(json.loads(self.template_args or "{}"))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"template_args is {self.template_args!r}; it must be a JSON object"
+            ) from error
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Makes `template_args` the defaults of a tokenizer's chat template, saved with it."""
+        given = tokenizer.chat_template
+        if isinstance(given, dict):  # of several templates by name
+            tokenizer.chat_template = {name: self._prepared(one) for name, one in given.items()}
+        elif given is not None:
+            tokenizer.chat_template = self._prepared(given)
+
+    def _prepared(self, template: str) -> str:
+        head = "".join(
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
+            "{%- endif %}"
+            for name, value in self.template_arguments.items()
+        )
+        if re.search(r"(\.|\[['\"])thinking\b", template) and _HAND_ON not in template:
+            head += _HAND_ON
+        return template if not head or template.startswith(head) else head + "{{- '' }}" + template
 
     def to_dict(self) -> dict[str, str]:
         """The literals by field name, as stored in configurations and manifests."""
@@ -401,7 +449,8 @@ class TokenFormat:
 
         Raises:
             ValueError: the tokenizer's tokens do not join to a marker, or a turn has several
-                messages and it has no token that ends one, or `wind_down` holds a marker.
+                messages and it has no token that ends one, or `wind_down` holds a marker; or
+                see `check_blanks`.
         """
 
         def ids(text: str) -> list[int]:
@@ -445,7 +494,8 @@ class TokenFormat:
             start_marker=start,
             closing_rests={rest[:size]: tuple(ids(rest[size:])) for size in range(len(rest) + 1)},
         )
-        prompt = ids(_generation_prompt(tokenizer))
+        check_blanks(tokenizer)
+        prompt = ids(_generation_prompt(tokenizer, literals.template_arguments))
         if closed := _places(prompt, compiled.think_end_ids, end):
             prompt = prompt[: closed[0][0]]
         opened = _places(prompt, compiled.think_start_ids, start)
@@ -652,14 +702,31 @@ class TokenFormat:
         return begin
 
 
-def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+def check_blanks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that loses blanks or line ends (ValueError), and with them all steps."""
+    ids = tokenizer.encode(_SPACED, add_special_tokens=False)
+    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if re.findall(r"\s+", str(back)) != re.findall(r"\s+", _SPACED):
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r}, loaded as {type(tokenizer).__name__}, "
+            f"gives {_SPACED!r} back as {back!r}: blanks or paragraph ends are lost. Where "
+            "transformers has rewritten it at loading, copy the model's folder and set "
+            '"tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
+        )
+
+
+def _generation_prompt(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> str:
     """What the chat template appends to open the model's turn; "" where it has no such thing."""
     if tokenizer.chat_template is None:
         return ""
     message = [{"role": "user", "content": "x"}]
     try:
         without, whole = (
-            str(tokenizer.apply_chat_template(message, add_generation_prompt=add, tokenize=False))
+            str(
+                tokenizer.apply_chat_template(
+                    message, add_generation_prompt=add, tokenize=False, **arguments
+                )
+            )
             for add in (False, True)
         )
     except (ImportError, TemplateError):

@@ -274,6 +274,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self.policy = policy
         self.tokenizer = tokenizer
         literals = ReasoningFormat.from_dict(config.reasoning_format or {})
+        literals.prepare(tokenizer)
         self.token_format = TokenFormat.compile(literals, tokenizer)
         self.generation_config = base.generation_config
         self.last_stop: list[StopRecord] = []

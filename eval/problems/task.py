@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,11 @@ the format's own instruction asks for a box.
 
 
 def prompt_token_ids(
-    problem_id: str, message: str, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat
+    problem_id: str,
+    message: str,
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: TokenFormat,
+    date: str = "",
 ) -> list[int]:
     """The prompt of a user's message, through the tokenizer's chat template.
 
@@ -49,7 +54,8 @@ def prompt_token_ids(
         problem_id: for errors.
         message: the user's turn, the format's instruction included.
         tokenizer: the base's.
-        fmt: the base's reasoning format.
+        fmt: the base's reasoning format, with the chat template's own arguments.
+        date: the day, as YYYY-MM-DD, that a template names as today; "" for today.
 
     Raises:
         ValueError: the tokenizer has no chat template, or its prompt closes the thinking.
@@ -60,12 +66,16 @@ def prompt_token_ids(
             "reasoning model's own tokenizer"
         )
     turns = [{"role": "user", "content": message}]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    own = fmt.format.template_arguments
+    if date:
+        own["strftime_now"] = datetime.fromisoformat(date).strftime
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **own)
     ids = list(tokenizer.encode(str(text), add_special_tokens=False))
     if fmt.thinking_span(ids).closed:
         raise ValueError(
             f"the prompt of problem {problem_id!r} already closes the thinking "
-            f"({fmt.format.closing!r}): choose the chat template's thinking mode"
+            f"({fmt.format.closing!r}): choose the chat template's thinking mode, such as "
+            "--template-arg enable_thinking=true"
         )
     return ids
 

@@ -51,7 +51,7 @@ LABEL = Fields(
     "ospruner.train.labels.label:LabelConfig",
     shown=(
         *("engine", "limit", "split", "task", "samples", "max_thinking_tokens", "answer"),
-        *("format", "seed", "revision", "urls", "allow_code"),
+        *("format", "template_arg", "seed", "revision", "urls", "allow_code"),
     ),
     hidden=("base", "dataset", "out"),
 )

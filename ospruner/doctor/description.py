@@ -29,7 +29,7 @@ def faults(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     elif fmt.thinking_span(_prompt(fmt, tokenizer)).closed:
         found.append(
             f"the chat template's prompt already closes the thinking ({fmt.format.think_end!r}): "
-            "choose its thinking mode, such as enable_thinking=True"
+            "choose its thinking mode, such as ospruner label --template-arg enable_thinking=true"
         )
     elif not fmt.header_ids:
         found.append(
@@ -107,7 +107,12 @@ def _prompt(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template is not None:
         message = [{"role": "user", "content": asked}]
         text = str(
-            tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            tokenizer.apply_chat_template(
+                message,
+                add_generation_prompt=True,
+                tokenize=False,
+                **fmt.format.template_arguments,
+            )
         )
     return list(tokenizer.encode(text, add_special_tokens=False))
 

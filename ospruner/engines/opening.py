@@ -49,12 +49,13 @@ class EngineOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_engine_args(texts: Sequence[str]) -> dict[str, Any]:
-    """Arguments of an engine as the command line gives them: `tensor_parallel_size=2`.
+def parse_arguments(texts: Sequence[str], what: str) -> dict[str, Any]:
+    """Arguments as the command line gives them: `tensor_parallel_size=2`.
 
     Args:
         texts: each a name and a value. A value that reads as JSON (a number, true, a list...) is
             that; any other is text.
+        what: what errors call one, such as "engine argument".
 
     Raises:
         ValueError: one has no name or no value, or a name comes twice.
@@ -65,8 +66,8 @@ def parse_engine_args(texts: Sequence[str]) -> dict[str, Any]:
         name = name.strip().lstrip("-").replace("-", "_")
         if not name.isidentifier() or not equals or name in found:
             raise ValueError(
-                f"engine argument {text!r}; each must be name=value, such as "
-                "tensor_parallel_size=2, and given once"
+                f"{what} {text!r}; each must be name=value, such as tensor_parallel_size=2 or "
+                "enable_thinking=true, and given once"
             )
         try:
             found[name] = json.loads(value)

@@ -22,7 +22,9 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.doctor.examination import examine, unmet
 from ospruner.doctor.findings import Report
+from ospruner.engines.opening import load_tokenizer
 from ospruner.formats import HARMONY
+from ospruner.train.labels.label import read_format
 from ospruner.train.untrained import untrained
 
 from ..broken_tensors import break_tensors
@@ -298,3 +300,19 @@ def test_the_command(tmp_path: Path, policy: Path) -> None:
     refused = run(app, ["doctor", str(REASONER), "--format", "loud"])
     assert isinstance(refused.exception, ValueError)
     assert "format is 'loud'; it must be one of" in str(refused.exception)
+
+
+def test_a_tokenizer_that_transformers_rewrites_is_refused(base: Path, tmp_path: Path) -> None:
+    """As R1-Distill-Llama's class and model type make it: blanks and blank lines vanish."""
+    path = base / "tokenizer_config.json"
+    given = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps(given | {"tokenizer_class": "LlamaTokenizerFast"}), "utf-8")
+    edit(model_type="llama", architectures=["LlamaForCausalLM"])(base)
+    words = "loaded as LlamaTokenizer, .* blanks or paragraph ends are lost.*PreTrainedTokenizerF"
+    report = examine(str(base))
+    assert [one.name for one in report.wrong if re.search(words, one.value)] == ["format"]
+    tokenizer = load_tokenizer(str(base))
+    with pytest.raises(ValueError, match=words):  # what labels, training and engines compile
+        read_format("deepseek-r1", tokenizer)
+    path.write_text(json.dumps(given | {"tokenizer_class": "PreTrainedTokenizerFast"}), "utf-8")
+    read_format("deepseek-r1", load_tokenizer(str(base)))

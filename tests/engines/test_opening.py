@@ -14,7 +14,7 @@ from ospruner.engines.opening import (
     EngineOptions,
     default_engine,
     open_engine,
-    parse_engine_args,
+    parse_arguments,
 )
 from ospruner.engines.transformers.engine import TransformersEngine
 
@@ -22,7 +22,7 @@ from ospruner.engines.transformers.engine import TransformersEngine
 def test_values_have_the_types_that_they_say() -> None:
     texts = ["tensor_parallel_size=2", "--gpu-memory-utilization=0.8", "enforce_eager=true"]
     texts += ["attn_implementation=eager", 'limit={"image": 0}', "seed=null", "name=a=b"]
-    assert parse_engine_args(texts) == {
+    assert parse_arguments(texts, "engine argument") == {
         "tensor_parallel_size": 2,
         "gpu_memory_utilization": 0.8,
         "enforce_eager": True,
@@ -36,7 +36,7 @@ def test_values_have_the_types_that_they_say() -> None:
 @pytest.mark.parametrize("text", ["tensor_parallel_size", "=2", "a b=2", "", "max-len=3"])
 def test_an_argument_without_name_or_value_or_given_twice_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be name=value"):
-        parse_engine_args(["max_len=2", text])
+        parse_arguments(["max_len=2", text], "engine argument")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess
 
 from .made_formats import boundaries
@@ -396,3 +398,49 @@ def test_a_partial_thinking_after_an_empty_closed_one_goes_on(
         closed = continued(family, "<think>\nFirst.\n</think>\n\nSo")
         assert family.fmt.thinking_span(closed).closed
         assert family.fmt.thinking_span(continued(family, "The tag <think> opens it")).closed
+
+
+def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: Family) -> None:
+    tokenizer = copy.deepcopy(qwen3.tokenizer)
+    given = str(tokenizer.chat_template)
+    said = "enable_thinking is defined and enable_thinking is false"
+    assert said in given
+    tokenizer.chat_template = given.replace(said, "not (enable_thinking | default(false))")
+    closed = TokenFormat.compile(QWEN3, tokenizer)
+    with pytest.raises(ValueError, match="--template-arg enable_thinking=true"):
+        prompt_token_ids("p", "Hi", tokenizer, closed)
+    literals = dataclasses.replace(QWEN3, template_args='{"enable_thinking": true}')
+    assert ReasoningFormat.from_dict(literals.to_dict()) == literals
+    fmt = TokenFormat.compile(literals, tokenizer)
+    prompt = prompt_token_ids("p", ASK[0]["content"], tokenizer, fmt)
+    assert not fmt.thinking_span(prompt).closed
+    for _ in range(2):
+        literals.prepare(tokenizer)
+        found = Family(tokenizer, fmt)
+        assert found.prompt(ASK) == prompt
+        assert closed.thinking_span(found.prompt(ASK, enable_thinking=False)).closed
+    assert str(tokenizer.chat_template).count("set enable_thinking") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", '{"messages": 1}', '{"a b": 1}', '{"a": null}', '{"a": [1]}']
+)
+def test_arguments_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="template_args"):
+        dataclasses.replace(QWEN3, template_args=text)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, name: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call], name: "I must add."}
+    chat: Chat = [*ASK, turn, {"role": "tool", "name": "add", "content": "5"}]
+    tokenizer = copy.deepcopy(harmony.tokenizer)
+    HARMONY.prepare(tokenizer)
+    family = Family(tokenizer, harmony.fmt)
+    text = str(tokenizer.decode(family.prompt(chat)))
+    assert "<|channel|>analysis<|message|>I must add.<|end|>" in text
+    turn["content"] = "Let me see."  # the template takes it for the thinking, and refuses both
+    if name != "thinking":
+        assert "<|message|>Let me see.<|end|>" in str(tokenizer.decode(family.prompt(chat)))
+    assert family.prompt(ASK) == harmony.prompt(ASK)

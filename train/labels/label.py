@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ospruner.engines.opening import (
     known_revision,
     load_tokenizer,
     open_engine,
-    parse_engine_args,
+    parse_arguments,
 )
 from ospruner.eval.problems.problem import Columns, Problem
 from ospruner.eval.problems.registry import open_task, parse_task
@@ -32,7 +34,7 @@ from ospruner.formats import guess, named
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
-from .folder import check_folder, data_hash, read_labels, read_manifest
+from .folder import MANIFEST, check_folder, data_hash, read_labels, read_manifest
 from .importing import ImportedTrace, read_traces
 from .loading import load_splits
 from .making import label_problems
@@ -89,6 +91,9 @@ class LabelConfig:
     exclude: tuple[str, ...] = _help("Drop what is also in these benchmarks or files.", ())
     format: str | None = _help("A format's name, or a JSON file with its literals.")
     wind_down: str | None = _help("A sentence forced before the closing.")
+    template_arg: tuple[str, ...] = _help(
+        "Of the chat template: enable_thinking=true. Repeatable.", ()
+    )
     revision: str | None = _help("Of the base on the Hub.")
     batch_size: int | None = _help("Rows, or requests, that the engine works on at once.")
     dtype: str = _help("Such as bfloat16; auto: the base's own.", "auto")
@@ -137,7 +142,7 @@ class LabelConfig:
             self.dtype,
             self.device,
             tuple(self.urls),
-            parse_engine_args(self.engine_args),
+            parse_arguments(self.engine_args, "engine argument"),
         )
 
     def settings(self, task: Task, fmt: TokenFormat, imported: str = "") -> LabelSettings:
@@ -257,7 +262,7 @@ def import_traces(
     config = LabelConfig(**given, out=str(out), **settings)
     task = config.open_task()
     task.check()
-    fmt = read_format(config.format, load_tokenizer(base, config.revision), None, task).format
+    fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
     samples = 1 + max(trace.key.sample_index for trace in traces)
     problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
@@ -276,8 +281,9 @@ def _run(
     """Labels problems. Whatever can be refused is refused before the engine starts."""
     name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
-    fmt = read_format(config.format, tokenizer, config.wind_down, task)
+    fmt = _format_of(config, tokenizer, task)
     settings = config.settings(task, fmt, Path(config.dataset).name if imported else "")
+    settings = replace(settings, prompt_date=_prompt_date(tokenizer, config.out))
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
     for problem in problems:
@@ -355,6 +361,7 @@ def read_format(
     tokenizer: PreTrainedTokenizerBase,
     wind_down: str | None = None,
     task: Task | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> TokenFormat:
     """The reasoning format of a base.
 
@@ -364,6 +371,7 @@ def read_format(
         tokenizer: the base's.
         wind_down: a sentence forced before the closing; None: the format's own.
         task: shapes the forced answer; None for the format's own, an open box.
+        template_args: of the chat template; None or {}: the format's own.
 
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
@@ -371,9 +379,29 @@ def read_format(
     chosen = guess(tokenizer) if name is None else named(name)
     if wind_down is not None:
         chosen = replace(chosen, wind_down=wind_down)
+    if template_args:
+        chosen = replace(chosen, template_args=json.dumps(template_args, sort_keys=True))
     if task is not None:
         chosen = task.shape(chosen)
     return TokenFormat.compile(chosen, tokenizer)
+
+
+def _format_of(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
+    given = parse_arguments(config.template_arg, "template argument")
+    if unread := [name for name in given if name not in str(tokenizer.chat_template)]:
+        raise ValueError(
+            f"template arguments {unread} do not occur in the chat template of {config.base!r}: "
+            "leave them out, or write them as the template does"
+        )
+    return read_format(config.format, tokenizer, config.wind_down, task, given)
+
+
+def _prompt_date(tokenizer: PreTrainedTokenizerBase, out: str) -> str:
+    """The day that the prompts of a run name as today: that on which it began."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return ""
+    known = read_manifest(out)["settings"] if (Path(out) / MANIFEST).is_file() else {}
+    return str(known.get("prompt_date") or date.today().isoformat())
 
 
 def parse_columns(text: str) -> Columns:

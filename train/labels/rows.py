@@ -102,7 +102,9 @@ class Labeller:
         """
         if problem.id not in self._prompts:
             message = self.task.message(problem, self.fmt.format)
-            ids = prompt_token_ids(problem.id, message, self.tokenizer, self.fmt)
+            ids = prompt_token_ids(
+                problem.id, message, self.tokenizer, self.fmt, self.settings.prompt_date
+            )
             self._prompts[problem.id] = array("i", ids)
         return self._prompts[problem.id].tolist()
 

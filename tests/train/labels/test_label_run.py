@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
 from ospruner.formats import QWEN3
+from ospruner.train.labels import label as label_module
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import read_traces
 from ospruner.train.labels.label import (
@@ -28,6 +31,7 @@ from ospruner.train.labels.label import (
     read_format,
 )
 from ospruner.train.labels.rows import Labeller
+from ospruner.train.untrained import untrained
 
 LIMITS: dict[str, Any] = {
     "max_thinking_tokens": 40, "max_answer_tokens": 5, "columns": "problem=q,answer=gold",
@@ -324,3 +328,59 @@ def test_no_text_becomes_a_control_token(tiny_base_dir: Path, tmp_path: Path) ->
     sampled = trace.sampled(tokenizer.encode("<|assistant|><think>\n"), labeller)
     assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
     assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"
+
+
+def with_template(base: Path, folder: Path, change: Callable[[str], str]) -> str:
+    """A copy of a base with another chat template."""
+    shutil.copytree(base, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = change(str(tokenizer.chat_template))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_base_whose_template_closes_the_thinking_is_labelled_with_it(
+    tiny_base_dir: Path, problems: str, tmp_path: Path
+) -> None:
+    closing = "{%- if not enable_thinking %}{{- '</think>\\n\\n' }}{%- endif %}"
+    base = with_template(tiny_base_dir, tmp_path / "base", lambda given: given + closing)
+    out = tmp_path / "labels"
+    with pytest.raises(ValueError, match="--template-arg enable_thinking=true"):
+        label(base, problems, out=out, **LIMITS)
+    with pytest.raises(ValueError, match="'thinking_mode'] do not occur in the chat template"):
+        label(base, problems, out=out, template_arg=("thinking_mode=1",), **LIMITS)
+    given = [f"--set={k}={v}" for k, v in LIMITS.items() if k != "max_thinking_tokens"]
+    arguments = ["label", "--base", base, "--dataset", problems, "--out", str(out), *given]
+    arguments += ["--max-thinking-tokens", "40", "--template-arg", "enable_thinking=true"]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    labels = read_labels(out)
+    pinned = read_manifest(out)["settings"]["reasoning_format"]
+    assert pinned["template_args"] == '{"enable_thinking": true}'
+    plain = AutoTokenizer.from_pretrained(tiny_base_dir)
+    assert not str(plain.decode(labels[0]["prompt_ids"])).endswith("</think>\n\n")
+    model = untrained(
+        Qwen2ForCausalLM.from_pretrained(base),
+        AutoTokenizer.from_pretrained(base),
+        reasoning_format=ReasoningFormat.from_dict(pinned),
+    )
+    model.save_pretrained(tmp_path / "policy")
+    turns = [{"role": "user", "content": "Hi"}]
+    own = AutoTokenizer.from_pretrained(tmp_path / "policy", trust_remote_code=True)
+    asked = own.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert asked == plain.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+
+def test_prompts_name_the_day_on_which_a_run_began(
+    tiny_base_dir: Path, problems: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = "{{- 'Today: ' + strftime_now('%Y-%m-%d') + '\\n' }}"
+    base, out = with_template(tiny_base_dir, tmp_path / "base", dated.__add__), tmp_path / "labels"
+    for day, limit in ((1, 2), (2, 4)):
+        today = type("Day", (date,), {"today": classmethod(lambda cls, d=day: date(2026, 3, d))})
+        monkeypatch.setattr(label_module, "date", today)
+        label(base, problems, out=out, limit=limit, **LIMITS)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    said = {str(tokenizer.decode(ids)).partition("\n")[0] for ids in read_labels(out)["prompt_ids"]}
+    assert said == {"Today: 2026-03-01"}
+    manifest = json.loads((out / "manifest.json").read_text("utf-8"))
+    assert manifest["settings"]["prompt_date"] == "2026-03-01"
