@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from transformers import AutoTokenizer
+
 from ospruner.optional import MissingPackageError
 
 from ..launch import served_policy
@@ -22,7 +24,6 @@ PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
 """The environment variable that names the Python of SGLang's environment, where it is not ours."""
 
 _OURS = ("--model-path", "--model")
-_PARSERS = {"deepseek-r1": "deepseek-r1", "qwen3": "qwen3"}
 _NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 
 
@@ -51,9 +52,12 @@ def sglang_command(
     command = ["-m", "sglang.launch_server", "--model-path", policy]
     if _NO_PREFILL_GRAPHS not in arguments:
         command.append(_NO_PREFILL_GRAPHS)
-    parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
-    if parser is not None and not options.reasoning_parser:
-        command += ["--reasoning-parser", parser]
+    literals = config.reasoning_format or {}
+    if literals.get("think_end") == "</think>" and not options.reasoning_parser:
+        # Whatever the format's name: which of SGLang's two parsers, its chat template says.
+        tokenizer = AutoTokenizer.from_pretrained(policy, revision=options.revision, config=config)
+        switchable = "enable_thinking" in str(tokenizer.chat_template or "")
+        command += ["--reasoning-parser", "qwen3" if switchable else "deepseek-r1"]
     environment = {DEFAULTS_VARIABLE: json.dumps(dict(defaults))}
     if allowed := os.environ.get("SGLANG_PLUGINS"):  # else SGLang loads all that there are
         environment["SGLANG_PLUGINS"] = ",".join(sorted({*allowed.split(","), "ospruner"}))

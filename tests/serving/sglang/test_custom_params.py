@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
     check_params,
@@ -160,9 +163,13 @@ def save_config(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
-def test_the_command_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    policy = save_config(tmp_path, tuning="queries", reasoning_format={"name": "deepseek-r1"})
+    literals = replace(DEEPSEEK_R1, name="one's own").to_dict()
+    policy = save_config(tmp_path, tuning="queries", reasoning_format=literals)
+    tiny_tokenizer.save_pretrained(policy)
     defaults = {"stop_policy": True, "stop_threshold": 0.5, "stop_control": 0.0}
     command, environment = sglang_command(policy, defaults, ["--port", "1"])
     start = ["-m", "sglang.launch_server", "--model-path", policy, "--disable-prefill-cuda-graph"]

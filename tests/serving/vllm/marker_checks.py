@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.formats import HARMONY, follow
-from ospruner.serving.vllm.parser import HarmonyThinkingParser, MarkerThinkingParser
-from ospruner.serving.vllm.plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, register
-from ospruner.serving.vllm.vllm_server import vllm_command
+from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow
+from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser
+from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, register
+from ospruner.serving.vllm.vllm_server import parser_of, vllm_command
 
 from .plugin_checks import NEVER, greedy, record, run, start_policy
 from .plugin_checks import environment as environment
@@ -79,7 +81,7 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
             if i % 3 == 0:
                 assert answer.startswith(" \\boxed{")
         if name == "marker":
-            parser = MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
+            parser = ThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
             if told["reason"] != "length":
                 assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
             state = follow(fmt, prompts[i], ids)
@@ -104,20 +106,81 @@ def test_replies_are_split(
 ) -> None:
     made(reasoner, tmp_path, "marker")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    check_split(MarkerThinkingParser, tokenizer, text, thinking, answer)
+    check_split(ThinkingParser, tokenizer, text, thinking, answer)
 
 
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
-    for name, parser in (("marker", MARKER_PARSER), ("phrase", None)):
+    """By what the format holds, whatever its name."""
+    for name, parser in (("marker", PARSER), ("phrase", None)):
         made(reasoner, tmp_path / name, name)
         command, _ = vllm_command(str(tmp_path / name), {}, [])
         assert (parser in command) == (parser is not None)
         assert ("--reasoning-parser" in command) == (parser is not None)
-    make_policy(reasoner, tmp_path / "token")
-    assert PARSER in vllm_command(str(tmp_path / "token"), {}, [])[0]
-    for folder in ("phrase", "token"):
-        with pytest.raises(ValueError, match="no marker of several tokens ends the thinking"):
-            MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path / folder))
+    for form, parser in ((DEEPSEEK_R1, PARSER), (QWEN3, PARSER), (HARMONY, HARMONY_PARSER)):
+        for name in (form.name, "one's own"):
+            literals = replace(form, name=name).to_dict()
+            assert parser_of(OSPrunerConfig(reasoning_format=literals)) == parser
+    with pytest.raises(ValueError, match="no marker alone ends the thinking"):
+        ThinkingParser(AutoTokenizer.from_pretrained(tmp_path / "phrase"))
+
+
+Split = tuple[str | None, str | None, int]
+
+
+def replied(name: str, tokenizer: Any, prompt: list[int], text: str) -> Split:
+    """Thinking, answer and the count of its tokens, as all routes split a reply to a prompt."""
+    made_by_vllm: Any = ParserManager.get_parser(reasoning_parser_name=name, tokenizer=tokenizer)
+    request: Any = SimpleNamespace(include_reasoning=True, tool_choice="none", tools=None)
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    whole = made_by_vllm(tokenizer)
+    whole.set_prompt_token_ids(prompt)
+    thinking, answer, _ = whole.parse(text, request, model_output_token_ids=ids)
+    counted = whole.count_reasoning_tokens(ids)
+    for width in (1, 4, len(ids)):
+        one, parts = made_by_vllm(tokenizer), []
+        for at in range(0, len(ids), width):
+            delta, told = ids[at : at + width], prompt if at == 0 else None
+            end = at + width >= len(ids)
+            parts.append(
+                one.parse_delta(str(tokenizer.decode(delta)), delta, request, told, finished=end)
+            )
+        shown = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in shown) or None) == thinking
+        assert ("".join(part.content or "" for part in shown) or None) == answer
+        assert one.count_reasoning_tokens(ids) == counted
+    return thinking, answer, counted
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_follows_a_closed_thinking_is_content(
+    reasoner: Reasoner, tmp_path: Path, own: bool
+) -> None:
+    """Thinking switched off, an answer prefilled, and thinking left open, by the prompt."""
+    register()
+    if own:
+        made(reasoner, tmp_path, "marker")
+    else:
+        make_policy(reasoner, tmp_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    end = "That fits" if own else "</think>"
+    [opened] = make_prompts(reasoner, 1)
+    size = len(reasoner.token_format.opening_ids)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    for prompt in (
+        [*opened, *ids(f"\n\n{end}\n\n")],
+        [*opened, *ids(f"3+4=7.\n\n{end}\n\nSo")],
+        [*opened[:-size], *ids("So 3+4")],
+    ):
+        assert replied(PARSER, tokenizer, prompt, "is 7.\n\nYes") == (None, "is 7.\n\nYes", 0)
+        assert ThinkingParser(tokenizer).is_reasoning_end(prompt)
+    thought = "3+4=7.\n\nSo"
+    for prompt in (opened, [*opened, *ids("3+4=7.\n\n")]):
+        split = (thought, " 7", len(ids(thought)))
+        assert replied(PARSER, tokenizer, prompt, f"{thought}{end} 7") == split
+        assert replied(PARSER, tokenizer, prompt, thought) == (thought, None, len(ids(thought)))
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +234,23 @@ def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
     assert ended == [False] * opened + [True] * (len(said) + 1)
     assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
+
+
+def test_harmony_after_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "user", "content": "2 + 3?"}]
+    template: Any = {"add_generation_prompt": True, "tokenize": False}
+    fmt = TokenFormat.compile(HARMONY, tokenizer)
+    text = str(tokenizer.apply_chat_template(chat, **template))
+    for more, wanted in (
+        (f"{FINAL.removeprefix('<|end|><|start|>assistant')}So", (None, "It is 5.", 0)),
+        (f"{ANALYSIS}2 + 3.{FINAL}", (None, "It is 5.", 0)),
+        (f"{ANALYSIS}2 + 3.", ("It is 5.", None, 5)),
+    ):
+        prompt = list(tokenizer.encode(text + more, add_special_tokens=False))
+        assert replied(HARMONY_PARSER, tokenizer, prompt, "It is 5.") == wanted
+        assert fmt.prompt_state(prompt).ended == (wanted[0] is None)
+    prompt = list(tokenizer.encode(text, add_special_tokens=False))
+    assert replied(HARMONY_PARSER, tokenizer, prompt, f"{ANALYSIS}So{FINAL}5") == ("So", "5", 1)
 
 
 def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:

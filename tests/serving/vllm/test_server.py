@@ -45,7 +45,13 @@ def policy(
     reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OSPrunerForCausalLM, Path]:
     folder = tmp_path_factory.mktemp("policy")
-    return make_policy(reasoner, folder), folder
+    model, template = make_policy(reasoner, folder), folder / "chat_template.jinja"
+    opening = "<|im_start|>assistant\n<think>\n"
+    off = "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
+    text = template.read_text("utf-8")
+    assert opening in text
+    template.write_text(text.replace(opening, opening + off), "utf-8")
+    return model, folder
 
 
 @contextmanager
@@ -118,6 +124,63 @@ def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
     assert (reply.usage.completion_tokens_details.reasoning_tokens or 0) > 0
     parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
     assert "".join(part.content or "" for part in parts) == message.content
+
+
+ASK = {"role": "user", "content": "Solve 3x+54=102 for x."}
+SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
+GOES_ON = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
+SWITCHED_OFF = {
+    "template": ("/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+    "effort": ("/chat/completions", {"reasoning_effort": "none"}),
+    "prefilled": ("/chat/completions", GOES_ON),
+    "responses": ("/responses", {"reasoning": {"effort": "none"}, "input": [ASK]}),
+    "messages": ("/messages", {"thinking": {"type": "disabled"}}),
+    "batch": ("/chat/completions/batch", {"reasoning_effort": "none", "messages": [[ASK]] * 2}),
+}
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SWITCHED_OFF)
+def test_thinking_switched_off_is_content_on_every_route(client: OpenAI, how: str) -> None:
+    route, more = SWITCHED_OFF[how]
+    limit = "max_output_tokens" if how == "responses" else "max_tokens"
+    body: dict[str, Any] = {"model": "toy", "temperature": 0, limit: 30}
+    body |= {} if how == "responses" else {"messages": [ASK]}
+    reply: Any = client.post(route, body={**body, **more}, cast_to=object)
+    usage = reply["usage"]
+    if how == "responses":
+        [item] = reply["output"]
+        assert item["type"] == "message"
+        content = item["content"][0]["text"]
+        assert usage["output_tokens_details"]["reasoning_tokens"] == 0
+    elif how == "messages":
+        [block] = reply["content"]
+        assert block["type"] == "text"
+        content = block["text"]
+    else:
+        for choice in reply["choices"]:
+            content = choice["message"]["content"]
+            assert not choice["message"].get("reasoning")
+        assert not (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    assert content.strip()
+    if route != "/chat/completions":
+        return
+    body |= {**more, "stream": True, "stream_options": {"include_usage": True}}
+    parts: list[Any] = list(client.chat.completions.create(**body_of(body)))
+    deltas = [part.choices[0].delta for part in parts if part.choices]
+    assert "".join(one.content or "" for one in deltas) == content
+    assert not any(getattr(one, "reasoning", None) for one in deltas)
+    details = parts[-1].usage.completion_tokens_details
+    assert details is None or not details.reasoning_tokens
+
+
+def body_of(body: dict[str, Any]) -> dict[str, Any]:
+    """What the client has no names for goes into `extra_body`."""
+    own = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+    return {k: v for k, v in body.items() if k not in own} | {
+        "extra_body": {k: v for k, v in body.items() if k in own}
+    }
 
 
 @needs_vllm
