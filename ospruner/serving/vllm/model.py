@@ -250,10 +250,12 @@ def check_start(vllm_config: VllmConfig) -> None:
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
     v2, speculative = vllm_config.use_v2_model_runner, vllm_config.speculative_config
-    if v2 and config.tuning != "queries":
+    queries = config.tuning == "queries" and config.num_policy_layers > 0
+    if v2 and not queries:
         raise ValueError(
-            f"vLLM's model runner V2 is on, and takes policies of tuning 'queries' only; this one "
-            f"has {config.tuning!r}: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+            "vLLM's model runner V2 is on, and takes policies with layers of tuning 'queries' "
+            f"only; this one has {config.num_policy_layers} of {config.tuning!r}: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
         )
     if speculative is not None and not v2:
         raise ValueError(
@@ -282,7 +284,6 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
             f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
-    queries = config.tuning == "queries" and config.num_policy_layers
     check_settings(vllm_config, {**_WORKS, **(QUERIES_WORK if queries else {})}, "vLLM")
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"

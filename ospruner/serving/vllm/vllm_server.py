@@ -46,9 +46,9 @@ def vllm_command(
     parser = None if options.reasoning_parser else parser_of(config)
     if parser is not None:
         command += ["--reasoning-parser", parser]
-    # V2 takes policies of queries only, and is as its user says.
+    # V2 takes policies with layers of queries only, and is as its user says.
     wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
-    runner = wanted if config.tuning == "queries" else "0"
+    runner = wanted if config.tuning == "queries" and config.num_policy_layers else "0"
     return [*command, *arguments], {
         "VLLM_USE_V2_MODEL_RUNNER": runner,
         "VLLM_PLUGINS": ",".join(_plugins()),

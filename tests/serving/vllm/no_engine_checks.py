@@ -82,7 +82,8 @@ EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
 @pytest.mark.parametrize(
     ("fields", "differing", "message"),
     [
-        ({}, V2, "takes policies of tuning 'queries' only.*VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({}, V2, "takes policies with layers of tuning 'queries' only.*V2_MODEL_RUNNER=0"),
+        ({"tuning": "queries", "num_policy_layers": 0}, V2, "this one has 0 of 'queries': set VLL"),
         ({}, EAGLE, "speculative decoding is on.*--speculative-config"),
         (
             {"tuning": "queries"},

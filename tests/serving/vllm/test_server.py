@@ -341,6 +341,9 @@ def test_the_command_of_a_server(
     policy[0].config.tuning = "queries"
     policy[0].config.save_pretrained(tmp_path)
     assert vllm_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    policy[0].config.num_policy_layers = 0
+    policy[0].config.save_pretrained(tmp_path)
+    assert vllm_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     own, _ = vllm_command(folder, {}, ["--reasoning-parser=qwen3"])
     assert own.count("--reasoning-parser") == 0
     with pytest.raises(ValueError, match=r"--logits-processors: `ospruner serve` sets it"):
