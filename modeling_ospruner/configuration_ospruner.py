@@ -170,11 +170,27 @@ class OSPrunerConfig(PreTrainedConfig):
                 one["price"] = one.pop(_OLD_PRICE)
 
     @classmethod
+    def get_config_dict(  # type: ignore[override]
+        cls, path: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers'; OSError also of a file that nests too deeply to be read."""
+        try:
+            return super().get_config_dict(path, **kwargs)
+        except RecursionError as error:
+            raise OSError(
+                f"{path}: its config.json nests too deeply ({error}): copy the policy again"
+            ) from error
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """The configuration that a file holds; ValueError where it is none."""
         try:
             return super().from_dict(config_dict, **kwargs)
-        except (TypeError, AttributeError) as error:  # of a file, a wrong type is a wrong value
+        except (
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # of a file, a wrong type is a wrong value
             raise ValueError(f"config.json: {error}: copy the policy again") from error
 
     def validate(self) -> None:

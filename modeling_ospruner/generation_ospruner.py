@@ -234,6 +234,7 @@ class StopHook(LogitsProcessor):
     Args:
         plan: what rows have in common.
         asker: what is asked at step ends.
+        records: an empty list, which takes the rows' records with the first token.
         on_step: see `generate_pruned`.
         constraints: names of all that may have forbidden tokens before.
         late: what is forbidden as the first token alone.
@@ -243,6 +244,7 @@ class StopHook(LogitsProcessor):
         self,
         plan: RowPlan,
         asker: Any,
+        records: list[StopRecord],
         on_step: OnStep | None = None,
         constraints: Sequence[str] = (),
         late: Collection[int] = (),
@@ -250,6 +252,7 @@ class StopHook(LogitsProcessor):
         self.rows: list[StopRow] = []
         self._plan = plan
         self._asker = asker
+        self.records = records
         self._on_step = on_step
         self._warned = False
         self._constraints = constraints
@@ -261,9 +264,10 @@ class StopHook(LogitsProcessor):
             first = self._plan.settings.first_sample_index
             prompts = enumerate(input_ids.tolist())
             self.rows = [StopRow(self._plan, ids, first + i) for i, ids in prompts]
-            closing = set(self._plan.token_format.closing_ids).difference(self._late)
-            open_rows = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
-            self._check_allowed([(i, token) for i in open_rows for token in closing], scores)
+            self.records += [row.record for row in self.rows]
+            ends = set(self._plan.token_format.closing_ids).difference(self._late)
+            begun = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
+            self._check_allowed([(i, token) for i in begun for token in ends], scores)
         thinking = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
         self._asker.keep(thinking, scores)
         if thinking:
@@ -341,6 +345,7 @@ def generate_pruned(
     inputs: Tensor | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_step: OnStep | None = None,
+    records: list[StopRecord] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, list[StopRecord]]:
     """`base.generate` with the hook in it; several threads may do so on one base at once.
@@ -354,6 +359,7 @@ def generate_pruned(
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
         tokenizer: the base's, for `stop_strings`, `wind_down`, and rules that read texts.
         on_step: called with a row and its live record after each decision.
+        records: an empty list to put the rows' live records in, for who reads them meanwhile.
         kwargs: generate's own arguments.
 
     Returns:
@@ -363,6 +369,7 @@ def generate_pruned(
     Raises:
         TypeError, ValueError: the decoding, the base or the prompt cannot be combined with it.
     """
+    records = [] if records is None else records
     given = copy.deepcopy(kwargs.pop("generation_config", None))
     config = GenerationMixin._prepare_generation_config(base, given, **kwargs)[0]
     prompt: Any = kwargs.get("input_ids") if inputs is None else inputs
@@ -412,7 +419,7 @@ def generate_pruned(
         check_length(base.config, max(width, longest), "prompt and answer")
     with asker:
         late = config.begin_suppress_tokens or ()
-        hook = StopHook(plan, asker, on_step, constraints, late)
+        hook = StopHook(plan, asker, records, on_step, constraints, late)
         # The class's own generate: an instance's may be a policy's `custom_generate`.
         output = type(base).generate(
             base,
@@ -422,7 +429,6 @@ def generate_pruned(
             stopping_criteria=StoppingCriteriaList([AnswerEnd(hook, others)]),
             **kwargs,
         )
-    records = [row.record for row in hook.rows]
     if not isinstance(output, Tensor):
         output["stop"] = records
     return output, records

@@ -76,6 +76,11 @@ def load_base(
 
 def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> None:
     """Refuses a base of other sizes than those that the policy was made for, naming each."""
+    if config.text_config is None:
+        raise ValueError(
+            "text_config, the configuration of the policy's base, is missing in the policy's "
+            "config.json: copy the policy again"
+        )
     wanted, found = config.get_text_config(), base_config.get_text_config()
     differing = [
         f"{name} {getattr(found, name, None)} where the policy needs {getattr(wanted, name, None)}"
@@ -131,9 +136,10 @@ def base_fingerprint(where: str, revision: str | None = None, **hub: Any) -> str
     return hashlib.sha256(b"".join(said for _, said in sorted(samples))).hexdigest()
 
 
-def fingerprint_of(base: PreTrainedModel) -> str | None:
-    """`base_fingerprint` of the files that a loaded base came from."""
-    return base_fingerprint(str(base.name_or_path), vars(base.config).get("_commit_hash"))
+def fingerprint_of(base: PreTrainedModel, cache_dir: Any = None) -> str | None:
+    """`base_fingerprint` of the files that a loaded base came from: in this cache, or the usual."""
+    pinned = str(base.name_or_path), vars(base.config).get("_commit_hash")
+    return base_fingerprint(*pinned, cache_dir=cache_dir) or base_fingerprint(*pinned)
 
 
 def check_fingerprint(config: OSPrunerConfig, where: str, found: str | None) -> None:
@@ -158,7 +164,7 @@ def load_policy(
     where = str(base.name_or_path)
     check_base(config, base.config, where)
     if not is_quantised(base):  # its files may be another version of the same weights
-        check_fingerprint(config, where, fingerprint_of(base))
+        check_fingerprint(config, where, fingerprint_of(base, hub.get("cache_dir")))
     config._attn_implementation = base.config._attn_implementation
     policy = empty_policy(config, base)
     policy.load(base, read_tensors(path, config, policy, hub))
@@ -252,8 +258,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         base: the frozen causal LM.
         policy: the trainable part, and all that is saved.
         token_format: the base's way of thinking, compiled for its tokenizer.
-        last_stop: one `StopRecord` a row of the last generate with a stop policy that has ended;
-            where several threads generate, each finds its own in its output (`stop`).
+        last_stop: one `StopRecord` a row of the generate with a stop policy that began last; it
+            fills while that runs. Where several threads generate, each finds its own in its output
+            (`stop`).
     """
 
     config_class = OSPrunerConfig
@@ -357,6 +364,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs | {"max_shard_size": 2**60},  # one file
         )
         here, target = Path(__file__).parent, Path(save_directory)
+        for file in target.glob(WEIGHTS):  # safetensors leaves it to its owner alone
+            shutil.copymode(target / "config.json", file)
         for name in FLAT_FILES:
             shutil.copyfile(here / name, target / name)
         (target / CUSTOM_GENERATE).parent.mkdir(exist_ok=True)
@@ -410,10 +419,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         settings = StopPolicyConfig.of(stop_policy).with_defaults(self.config)
         kwargs.setdefault("tokenizer", self.tokenizer)
         stride = self.config.step_stride
-        output, self.last_stop = generate_pruned(
-            self.base, self.policy, self.token_format, settings, stride, inputs, **kwargs
-        )
-        return output
+        self.last_stop = kwargs["records"] = []
+        args = (self.base, self.policy, self.token_format, settings, stride, inputs)
+        return generate_pruned(*args, **kwargs)[0]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses continuous batching, in which no stop policy can work."""
@@ -454,7 +462,6 @@ def generate_on(
         _, config, policy, token_format, tokenizer = known[name]
     arguments.setdefault("tokenizer", tokenizer)
     settings = StopPolicyConfig.of(stop_policy).with_defaults(config)
-    output, base.last_stop = generate_pruned(
-        base, policy, token_format, settings, config.step_stride, inputs, **arguments
-    )
-    return output
+    base.last_stop = arguments["records"] = []
+    args = (base, policy, token_format, settings, config.step_stride, inputs)
+    return generate_pruned(*args, **arguments)[0]

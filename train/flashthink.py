@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -126,7 +126,7 @@ class Verifier:
         """
         self.config.save_pretrained(folder)
         named = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
         name, revision = self.traces_of
         about = {"prompt": PROMPT, "traces_of": name, "traces_of_revision": revision}
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -318,7 +318,8 @@ class StopTrainer(Trainer):
         folder = Path(output_dir or self._out)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"policy.{name}": tensor.cpu() for name, tensor in self._tensors().items()}
-        save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        # Not `save_file`, whose files none but their owner may read.
+        (folder / SAFE_WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
 
     def push_to_hub(self, repo: str, **settings: Any) -> Any:  # type: ignore[override]
         """Publishes the trained policy: `ospruner.publish` of its folder.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -18,6 +19,7 @@ from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     StoppingCriteria,
+    TextIteratorStreamer,
     TextStreamer,
 )
 
@@ -438,3 +440,37 @@ def test_no_row_stops_or_ends_before_the_fewest_tokens(
     written = run(model, inputs, 90, stop_policy=short, **arguments)
     assert written.shape[1] == least
     assert [record.reason for record in model.last_stop] == ["natural"] * 2
+
+
+def test_whoever_reads_a_stream_from_another_thread_finds_its_records(
+    model: OSPrunerForCausalLM,
+) -> None:
+    """Generate's thread ends after the stream; until then there were the records of the last."""
+    run(model, inputs_for(model, 2), stop_policy=ALWAYS)
+    old, held = model.last_stop, threading.Event()
+
+    class Stream(TextIteratorStreamer):
+        def end(self) -> None:
+            super().end()
+            held.wait()  # as where the thread is slow
+
+    streamer = Stream(model.tokenizer, skip_prompt=True, timeout=60)
+    arguments = {**inputs_for(model, 1), "streamer": streamer, "stop_policy": ALWAYS}
+    thread = threading.Thread(target=partial(model.generate, max_new_tokens=60, **arguments))
+    thread.start()
+    try:
+        assert "".join(streamer)
+        found = model.last_stop
+    finally:
+        held.set()
+        thread.join()
+    assert found is not old
+    assert [record.reason for record in found] == ["policy"]
+    assert found is model.last_stop
+
+
+def test_a_call_that_is_refused_leaves_no_records_of_another(model: OSPrunerForCausalLM) -> None:
+    run(model, inputs_for(model, 2), stop_policy=ALWAYS)
+    with pytest.raises(ValueError, match="use_cache is False"):
+        run(model, inputs_for(model, 2), stop_policy=ALWAYS, use_cache=False)
+    assert model.last_stop == []

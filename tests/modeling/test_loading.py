@@ -19,6 +19,7 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
@@ -64,6 +65,52 @@ def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
 def change_config(folder: Path, **fields: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_base_of_other_weights_in_a_cache_of_ones_own_is_refused(
+    tiny_base_dir: Path, policy: Path, tmp_path: Path
+) -> None:
+    """The policy's sizes and final norm fit; the fingerprint alone tells the two apart."""
+    commit, cache = "0" * 40, tmp_path / "cache"
+    stored = cache / "models--org--base"
+    snapshot = stored / "snapshots" / commit
+    shutil.copytree(tiny_base_dir, snapshot)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    hub: dict[str, Any] = {"cache_dir": cache, "local_files_only": True}
+    change_config(policy, base_model_name_or_path="org/base", base_revision=commit)
+    change_config(policy, base_fingerprint=base_fingerprint(str(tiny_base_dir)))
+    OSPrunerForCausalLM.from_pretrained(policy, **hub)
+    weights = load_file(snapshot / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file(
+        {**weights, name: weights[name] + 1}, snapshot / "model.safetensors", {"format": "pt"}
+    )
+    other = Qwen2ForCausalLM.from_pretrained("org/base", **hub)
+    with pytest.raises(ValueError, match=r"other weights \(fingerprint"):
+        OSPrunerForCausalLM.from_pretrained(policy, **hub)
+    with pytest.raises(ValueError, match=r"other weights \(fingerprint"):
+        OSPrunerForCausalLM.from_base(other, policy, cache_dir=cache)
+
+
+def test_a_configuration_without_its_base_or_too_deep_says_so(
+    base: Qwen2ForCausalLM, policy: Path
+) -> None:
+    file = policy / "config.json"
+    stored = json.loads(file.read_text())
+    del stored["text_config"]
+    file.write_text(json.dumps(stored))
+    for load in (
+        lambda: OSPrunerForCausalLM.from_base(base, policy),
+        lambda: OSPrunerForCausalLM.from_pretrained(policy),
+    ):
+        with pytest.raises(ValueError, match=r"text_config, .*, is missing in the policy's config"):
+            load()
+    for depth in (500, 100_000):
+        deep = "[" * depth + "]" * depth
+        file.write_text(json.dumps(stored)[:-1] + f', "task": {{"a": {deep}}}}}')
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            OSPrunerForCausalLM.from_base(base, policy)
 
 
 def test_policies_share_a_base(
@@ -191,7 +238,7 @@ def test_the_pinned_revision_is_loaded_not_the_newest(
     model: Any = AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
     assert torch.equal(scores(model), expected)
     change_config(policy, base_revision=None)
-    with pytest.raises(ValueError, match="other weights: norm.weight differs"):
+    with pytest.raises(ValueError, match=r"other weights \(fingerprint"):
         AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_the_uploaded_code_stays_small() -> None:
     lines = sum(len((package / name).read_text("utf-8").splitlines()) for name in FLAT_FILES)
     assert len(FLAT_FILES) <= 7
     assert lines <= MOST_LINES
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_who_may_read_what_is_saved_is_said_by_the_umask(
+    saved: tuple[OSPrunerForCausalLM, Path], tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        saved[0].save_pretrained(tmp_path / "mine")
+    finally:
+        os.umask(before)
+    files = [file for file in (tmp_path / "mine").rglob("*") if file.is_file()]
+    assert len(files) > 9
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
 def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
