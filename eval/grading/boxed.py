@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import re
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 from .numbers import compared
 from .pool import GradingPool, Verdict
+from .quantities import compared_quantities
 
 __all__ = [
     "MAX_ANSWER_CHARS",
@@ -37,7 +39,19 @@ _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 """What opens a box, what is escaped (the brace of `\\left\\{` opens nothing), a plain brace."""
 _AND = r"(?:\band\b|\bor\b|\\text\{ *(?:and|or) *\})"
 _JOINED = re.compile(rf"[\s$]*(?:[,;]|{_AND})[\s$]*(?:{_AND}[\s$]*)?")
-_ROOT = re.compile(r"\\sqrt\s*\{\s*(?:\\[dt]?frac\s*\{1\}\s*\{(\w+)\}|1\s*/\s*(\w+))\s*\}")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\\?\w+))")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_LOWERED = re.compile("[₀-₉]+")
+_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "·": r"\cdot ", "°": r"^\circ "})
+_RELATION = r"(?:[<>≤≥≠∈]|\\(?:[lg]eq?(?:slant)?|neq?|lt|gt|in)(?![a-z]))"
+_WORD = r"(?:for|where|with|when|if|and)"
+_CONDITION = re.compile(
+    rf"(?P<main>.+?)(?:\\[,;: ]|\\q?quad|[\s,;~$])*(?:\((?P<one>[^()]*{_RELATION}.*)\)\s*\$?"
+    rf"|(?:[,;]|\\text\s*\{{\s*{_WORD}\s*\}}|\b{_WORD}\b)(?P<other>[^,;()]*{_RELATION}.*))",
+    re.DOTALL,
+)
+_INTEGERS = re.compile(r"[\s$]*[a-z]\s*(?:∈|\\in)\s*(?:Z|\\(?:mathbb|mathbf)\s*\{?Z\}?)[\s$]*")
 _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
 
 
@@ -135,7 +149,7 @@ def grade(answer: str | None, reference: str) -> bool | None:
 
 def equal(a: str | None, b: str | None) -> bool | None:
     """Do two answers mean the same? None where either is missing or there is no verdict."""
-    pair = (a or "").strip(), (b or "").strip()
+    pair = _plain(a), _plain(b)
     return (_at_once(*pair) or _ask(*pair)).correct
 
 
@@ -147,7 +161,7 @@ def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict
     Returns:
         A verdict for each pair, in order; equal pairs are compared once.
     """
-    stripped = [((reference or "").strip(), (answer or "").strip()) for reference, answer in pairs]
+    stripped = [(_plain(reference), _plain(answer)) for reference, answer in pairs]
     known = {pair: _at_once(*pair) for pair in stripped}
     hard = [pair for pair, verdict in known.items() if verdict is None]
     verdicts = {pair: verdict for pair, verdict in known.items() if verdict is not None}
@@ -169,14 +183,45 @@ def _at_once(reference: str, answer: str) -> Verdict | None:
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return Verdict(int(reference.replace(",", "")) == int(answer.replace(",", "")))
     same = compared(reference, answer)
+    same = compared_quantities(reference, answer) if same is None else same
     return None if same is None else Verdict(same)
 
 
 @lru_cache(maxsize=200_000)
 def _ask(reference: str, answer: str) -> Verdict:
-    # sympy holds the root of 1/n and 1 over that of n to differ, as for n < 0 they do.
-    one, other = (_ROOT.sub(r"\\frac{1}{\\sqrt{\1\2}}", text) for text in (reference, answer))
-    return _POOL.compare(one, other, TIME_LIMIT_SECONDS)
+    (main, condition), (other, its) = _apart(reference), _apart(answer)
+    lone = condition or its
+    both = bool(condition and its)
+    if not lone or (not both and re.search(_RELATION, other if condition else main)):
+        return _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
+    if not both and not _INTEGERS.fullmatch(lone):
+        return Verdict(False)
+    verdict = _at_once(main, other) or _POOL.compare(main, other, TIME_LIMIT_SECONDS)
+    if not verdict.correct or not both:
+        return verdict
+    return _at_once(condition, its) or _POOL.compare(condition, its, TIME_LIMIT_SECONDS)
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """A curve, or a term, and the condition on its side; "" where there is none."""
+    found = _CONDITION.fullmatch(text)
+    if found is None or re.search(_RELATION, found["main"]):
+        return text, ""
+    return found["main"], (found["one"] or found["other"]).strip()
+
+
+def _plain(text: str | None) -> str:
+    r"""A text in signs that Math-Verify reads: x² is x^{2}, √n is \sqrt{n}, ½ is 1/2."""
+
+    def root(found: re.Match[str]) -> str:
+        degree = {"√": "", "∛": "[3]", "∜": "[4]"}[found[1]]
+        return rf"\sqrt{degree}{{{found[2] or found[3] or found[4]}}}"
+
+    text = _RAISED.sub(lambda found: f"^{{{found[0]}}}", text or "")
+    text = _LOWERED.sub(lambda found: f"_{{{found[0]}}}", text)
+    text = _FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).replace("⁄", "/")
+    return _ROOT.sub(root, text.replace("−", "-")).strip()
 
 
 _POOL = GradingPool()

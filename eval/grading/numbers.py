@@ -7,11 +7,10 @@ Math-Verify (0.9) takes `1e5` for a product, `2 2/3` for 2 times 2/3, `12 345` f
 from __future__ import annotations
 
 import re
-import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-__all__ = ["compared"]
+__all__ = ["compared", "number_of"]
 
 TOLERANCE = Fraction(1, 10**6)
 """Relative, where decimals do not end: as precise as Math-Verify is near 1."""
@@ -60,8 +59,14 @@ def compared(one: str, other: str) -> bool | None:
     return abs(a.value - b.value) <= TOLERANCE * max(abs(a.value), abs(b.value))
 
 
+def number_of(text: str) -> Fraction | None:
+    """The number that a text is; None where it is none."""
+    found = _read(text)
+    return None if found is None else found.value
+
+
 def _read(text: str) -> _Number | None:
-    text = unicodedata.normalize("NFKC", text).replace("−", "-").strip()
+    text = text.strip()
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     text, stop = re.subn(r"(?<=[\d})])\s*[.。]$", "", text)

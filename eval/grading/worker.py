@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import operator
 import sys
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
+from sympy import Basic
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 
@@ -25,7 +27,8 @@ def verdict(reference: str, answer: str, seconds: int) -> tuple[bool | None, str
     for text in (reference, answer):
         boxed = rf"\boxed{{{text}}}"
         try:
-            readings.append(parse(boxed, parsing_timeout=seconds, raise_on_error=True))
+            found = parse(boxed, parsing_timeout=seconds, raise_on_error=True)
+            readings.append([_roots_apart(one) for one in found])
         except TimeoutException:
             return None, "time limit"
         except Exception:  # noqa: BLE001 - whatever it is, the next is to be served
@@ -43,6 +46,16 @@ def verdict(reference: str, answer: str, seconds: int) -> tuple[bool | None, str
             except Exception:  # noqa: BLE001 - such as recursion or memory running out
                 reason = reason or "undecided"
     return (None, reason) if reason else (False, None)
+
+
+def _roots_apart(reading: Any) -> Any:
+    """Roots of quotients as quotients of roots: sympy tells them apart, as for n < 0 they are."""
+    if not isinstance(reading, Basic):
+        return reading
+    return reading.replace(
+        lambda one: one.is_Pow and one.exp.is_Rational and not one.exp.is_Integer,
+        lambda one: operator.truediv(*(part**one.exp for part in one.base.as_numer_denom())),
+    )
 
 
 def main() -> None:

@@ -86,12 +86,26 @@ def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
         ) from error
 
 
+class _Written(float):
+    """A number whose text is what JSON wrote: 0.0000001, where Python says 1e-07."""
+
+    def __new__(cls, text: str) -> _Written:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), parse_float=_Written)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 ({error}); convert the file") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where}: not JSON ({error}); a .jsonl file holds one object a line"
         ) from error

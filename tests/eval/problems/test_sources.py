@@ -134,6 +134,22 @@ def test_rows_without_ids_have_their_numbers() -> None:
     assert problems_from_rows(dataset) == [Problem("0", "1+1?", "2")]
 
 
+@pytest.mark.parametrize(
+    "number", ["0.0000001", "1e-07", "10000000000000000.0", "1.50", "7", "-0.0"]
+)
+def test_numbers_are_what_json_wrote(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"problem": "1?", "answer": {number}}}\n', "utf-8")
+    assert [problem.answer for problem in load_source(str(path)).problems] == [number]
+
+
+def test_a_number_that_python_does_not_read_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"problem": "1?", "answer": {"1" * 5000}}}\n', "utf-8")
+    with pytest.raises(ValueError, match="p.jsonl, line 1: not JSON"):
+        load_source(str(path))
+
+
 def test_a_benchmark_from_a_file_in_the_dataset_s_own_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", HUB_ROWS["openai/gsm8k"])
     loaded = load_source("gsm8k", files=[path])
