@@ -136,10 +136,12 @@ def base_fingerprint(where: str, revision: str | None = None, **hub: Any) -> str
     return hashlib.sha256(b"".join(said for _, said in sorted(samples))).hexdigest()
 
 
-def fingerprint_of(base: PreTrainedModel, cache_dir: Any = None) -> str | None:
-    """`base_fingerprint` of the files that a loaded base came from: in this cache, or the usual."""
-    pinned = str(base.name_or_path), vars(base.config).get("_commit_hash")
-    return base_fingerprint(*pinned, cache_dir=cache_dir) or base_fingerprint(*pinned)
+def fingerprint_of(
+    base: PreTrainedModel, revision: str | None, cache_dir: Any = None
+) -> str | None:
+    """`base_fingerprint` of the files that a loaded base came from, in a cache or the usual one."""
+    place = str(base.name_or_path), revision  # transformers keeps no revision with a model
+    return base_fingerprint(*place, cache_dir=cache_dir) or base_fingerprint(*place)
 
 
 def check_fingerprint(config: OSPrunerConfig, where: str, found: str | None) -> None:
@@ -164,7 +166,8 @@ def load_policy(
     where = str(base.name_or_path)
     check_base(config, base.config, where)
     if not is_quantised(base):  # its files may be another version of the same weights
-        check_fingerprint(config, where, fingerprint_of(base, hub.get("cache_dir")))
+        pinned = config.base_revision if where == config.base_model_name_or_path else None
+        check_fingerprint(config, where, fingerprint_of(base, pinned, hub.get("cache_dir")))
     config._attn_implementation = base.config._attn_implementation
     policy = empty_policy(config, base)
     policy.load(base, read_tensors(path, config, policy, hub))

@@ -51,7 +51,7 @@ def load_labelled_base(
     )
     if not is_quantised(model):
         torch.nn.Module.to(model, device)
-    found, theirs = fingerprint_of(model), made_by.base_fingerprint
+    found, theirs = fingerprint_of(model, revision), made_by.base_fingerprint
     if found is not None and theirs is not None:
         if found != theirs:
             said = f": its weights have the fingerprint {found}, theirs had {theirs}"

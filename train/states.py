@@ -87,13 +87,15 @@ def stacked(traces: Sequence[dict[str, Tensor]], device: torch.device) -> States
 def form_of(model: Any) -> str:
     """Tells a base's weights, their dtype, and what of its states a policy reads."""
     what = (len(model.policy.layers), model.policy.queries, str(model.base.dtype))
-    return hashlib.sha256(repr((_weights_of(model.base), *what)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((_weights_of(model.base, model.config.base_revision), *what)).encode()
+    ).hexdigest()[:16]
 
 
 @torch.no_grad()
-def _weights_of(base: Any) -> str:
+def _weights_of(base: Any, revision: str | None) -> str:
     """What tells a causal LM's weights from others: of its files, or a few values of each."""
-    if (found := fingerprint_of(base)) is not None:
+    if (found := fingerprint_of(base, revision)) is not None:
         return found
     digest = hashlib.sha256()
     for name, parameter in base.named_parameters():

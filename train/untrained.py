@@ -60,7 +60,7 @@ def untrained(
         text_config=plain_text_config(base.config),
         base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
         base_revision=base_revision,
-        base_fingerprint=fingerprint_of(base),
+        base_fingerprint=fingerprint_of(base, base_revision),
         num_policy_layers=num_policy_layers,
         tuning=tuning,
         adapter_rank=adapter_rank,
