@@ -8,6 +8,7 @@ that an engine that keeps its tokens on the device copies those of a step once.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import sys
@@ -36,9 +37,12 @@ from ospruner.formats import guess
 
 from .requests import StopRequest
 
-__all__ = ["RowCore", "ServedRow", "in_json", "promise_of"]
+__all__ = ["GRAMMAR", "RowCore", "ServedRow", "in_json", "log_off", "promise_of"]
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR = "a grammar"
+"""What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
 
 
 @dataclass(eq=False)
@@ -57,6 +61,7 @@ class ServedRow:
     prompt_ids: InitVar[Sequence[int]]
     sample_index: int  # among all rows of the run, for the draws
     end_id: int  # the token that ends it, once its answer is complete
+    grammar: bool = False  # whether an engine's grammar holds, from the answer on
     least: int = 0  # of prompt and text, before which it does not end
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one lambda
@@ -137,13 +142,17 @@ class RowCore:
         defaults: StopRequest,
         seed: int,  # for the draws of requests without one
         on_end: Callable[[ServedRow], None] | None = None,  # called once, when thinking has ended
+        on_off: Callable[[str], None] | None = None,  # called where the policy is off, with why
     ) -> None:
         defaults.settle(config)
         self._config, self._prices = config, config.prices
         self._format = token_format
+        self._bare: TokenFormat | None = None  # nothing follows its marker but a grammar's answer
+        if token_format.think_end_ids and token_format.channels is None:
+            self._bare = replace(token_format, closing_ids=token_format.think_end_ids)
         self._defaults = defaults
         self._seed = mix64(seed)
-        self._on_end = on_end
+        self._on_end, self._off = on_end, on_off or log_off
         self._seen = 0  # requests
         self._warned = False
 
@@ -156,6 +165,7 @@ class RowCore:
         defaults: StopRequest,
         seed: int,
         on_end: Callable[[ServedRow], None] | None = None,
+        on_off: Callable[[str], None] | None = None,
     ) -> RowCore:
         """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
         found = AutoTokenizer.from_pretrained(tokenizer, revision=revision, config=config)
@@ -164,7 +174,7 @@ class RowCore:
         token_format = TokenFormat.compile(form, found)
         if sentence := defaults.fields.get("wind_down"):
             token_format = token_format.winding_down(sentence, found)
-        return cls(config, token_format, defaults, seed, on_end)
+        return cls(config, token_format, defaults, seed, on_end, on_off)
 
     def admit(
         self,
@@ -174,8 +184,11 @@ class RowCore:
         end_id: int | None = None,
         text: int = 0,
         least_tokens: int = 0,
+        excluded: str | None = None,
     ) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped.
+
+        Under a grammar the thinking is stopped, and the answer is the grammar's: no box is forced.
 
         Args:
             extra: its keys, among others.
@@ -184,6 +197,8 @@ class RowCore:
             end_id: the one that ends it once its answer is complete; None for the tokenizer's.
             text: which one it is of several texts of one prompt, from 0; with a seed only.
             least_tokens: of its text, before which it does not end; nothing stops it before.
+            excluded: what of it, in the engine's own words, the policy does not go together with;
+                `GRAMMAR` where it does if the format lets it.
         """
         try:
             asked = StopRequest(extra)
@@ -193,6 +208,12 @@ class RowCore:
             settings = settings.with_defaults(self._config)
         except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
             logger.error("a request goes on without the policy: %s", error)
+            return None
+        grammar, fmt = excluded == GRAMMAR, self._format
+        if grammar and self._bare is not None:
+            settings, fmt = replace(settings, answer="tools", max_answer_tokens=None), self._bare
+        elif excluded is not None:
+            self._off(excluded)
             return None
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
@@ -206,10 +227,11 @@ class RowCore:
         eos_ids = frozenset({eos_id, *stop_ids})
         prices, price = self._prices, settings.price
         return ServedRow(
-            RowPlan(settings, self._format, eos_ids, self._config.step_stride, prices is not None),
+            RowPlan(settings, fmt, eos_ids, self._config.step_stride, prices is not None),
             prompt_ids,
             settings.first_sample_index,
             eos_id if end_id is None else end_id,
+            grammar,
             len(prompt_ids) + least_tokens,
             control,
             None if prices is None or price is None else prices.place(price),
@@ -254,12 +276,36 @@ class RowCore:
         request by nothing else.
         """
         ended = [(place, one) for place, one in rows if not one.thinks]
-        for _, one in ended:
-            self.tell_end(one)
         if ended:
-            whole = [pair for pair in ended if pair[1].complete and pair[1].taken >= pair[1].least]
-            complete = {place: one.end_id for place, one in whole}
+            self._give_up(logits, ended)
+            for _, one in ended:
+                self.tell_end(one)
+            complete = {
+                place: one.end_id
+                for place, one in ended
+                if one.complete and one.taken >= one.least and not one.grammar
+            }
             shape_scores(logits, [(place, one.row) for place, one in ended], complete)
+
+    def _give_up(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
+        """Leaves rows alone whose grammar holds in the thinking already, and forbids its end."""
+        forced = [(place, one) for place, one in rows if one.grammar and one.row.forced]
+        if not forced:
+            return
+        places = torch.tensor([[place, one.row.forced[0]] for place, one in forced])
+        scores = logits[places.to(logits.device).unbind(1)].tolist()
+        for (_, one), score in zip(forced, scores, strict=True):
+            if score == -math.inf:
+                one.row.forced.clear()
+                one.row.end()
+                one.record.reason, one.counted = "length", True
+                self._off(f"{GRAMMAR}, which holds in the thinking already")
+
+
+@functools.cache  # said once
+def log_off(why: str) -> None:
+    """Logs that requests go on without the policy."""
+    logger.warning("a request goes on without the policy: %s (said once)", why)
 
 
 def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, Any] | None:

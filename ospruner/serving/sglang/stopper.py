@@ -53,14 +53,13 @@ class Stopper:
 
     def _admit(self, request: Any) -> ServedRow | None:
         params = request.sampling_params
-        if excluded(params):
-            return None
+        others = ", ".join(excluded(params)) or None
         stops = [*(params.stop_token_ids or ()), *(request.eos_token_ids or ())]
         # What still ends a request that ignores the end of text.
         end_id = min(params.stop_token_ids) if params.ignore_eos and params.stop_token_ids else None
         prompt = list(request.origin_input_ids)
-        least = params.min_new_tokens
-        return self._core.admit(params.custom_params, prompt, stops, end_id, least_tokens=least)
+        keys, least = params.custom_params, params.min_new_tokens
+        return self._core.admit(keys, prompt, stops, end_id, least_tokens=least, excluded=others)
 
     def step(self, logits: torch.Tensor, batch: Any) -> None:
         """Decides where steps of thinking have ended, and shapes the logits (B, V) of a batch."""

@@ -10,6 +10,7 @@ runs. A server's `/metrics` sees the counters where vLLM and they share a folder
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -21,13 +22,15 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 
 from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
-from ..rows import ServedRow, in_json
+from ..rows import GRAMMAR, ServedRow, in_json, log_off
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER
 
-__all__ = ["StopRoutes", "check_body", "count_ended"]
+__all__ = ["StopRoutes", "check_body", "count_ended", "count_off"]
 
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
+_BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
+_OFF_HEADER = b"x-ospruner-policy"
 _BUDGETS = {  # the one of the budgets' names that vLLM reads on a route, where it is another
     "/v1/messages": "thinking.budget_tokens",
     "/v1/messages/count_tokens": "thinking.budget_tokens",
@@ -48,6 +51,13 @@ _PROMISED = Counter(
     "Requests that stopped as a calibration promised, by the bins of the calibration's traces",
     ("max_loss", "confidence", "signal", "bin"),
 )
+_OFF = Counter("ospruner_policy_off_total", "Requests without their policy, by why", ("why",))
+
+
+def count_off(why: str) -> None:
+    """Counts and logs a request that goes on without its policy."""
+    log_off(why)
+    _OFF.labels(why).inc()
 
 
 def count_ended(row: ServedRow) -> None:
@@ -68,7 +78,8 @@ def check_body(
     config: OSPrunerConfig,
     parses_calls: bool,
     path: str = "/v1/chat/completions",
-) -> None:
+    grammars: str | None = None,
+) -> str | None:
     """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
 
     Args:
@@ -77,17 +88,22 @@ def check_body(
         config: the policy's.
         parses_calls: whether calls of tools are found in replies.
         path: of the route that it was sent to.
+        grammars: why requests with a grammar go on without the policy; None where they do not.
+
+    Returns:
+        Why it goes on without the policy, which is on by default; None where it does not.
 
     Raises:
         ValueError: a key, or a budget of thinking, stands where nobody reads it, or where beam
-            search ignores it; the policy does not know the price; or tools are offered where none
-            could be called.
+            search or a grammar excludes it; the policy does not know the price; or tools are
+            offered where none could be called.
     """
     if not isinstance(body, dict):
-        return
+        return None
+    holder: Mapping[str, Any] = body
     if path == _TOKENS_ROUTE:
-        place, holder = "sampling_params.extra_args", body.get("sampling_params")
-        extra = holder.get("extra_args") if isinstance(holder, dict) else None
+        place, holder = "sampling_params.extra_args", _inside(body, "sampling_params")
+        extra = holder.get("extra_args")
         read = (place, "sampling_params.thinking_token_budget")
     else:
         place, extra = "vllm_xargs", body.get("vllm_xargs")
@@ -105,7 +121,9 @@ def check_body(
         )
     request = StopRequest(extra, place)
     request.check_price(config)
-    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
+    tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
+    if isinstance(choice, dict):  # Anthropic's, or one that names a tool
+        choice = choice.get("type")
     if tools and not parses_calls and choice != "none":
         raise ValueError(
             "tools are offered, but of a GPT-OSS policy's replies calls are not parsed here: "
@@ -113,6 +131,30 @@ def check_body(
             "'tools', and parse the text"
         )
     request.check_tools(tools, choice, defaults)
+    if request.settings(defaults) is None:
+        return None
+    if body.get("use_beam_search"):
+        return _BEAMS
+    formats = [
+        *(_inside(body, "response_format"), _inside(_inside(body, "text"), "format")),
+        _inside(_inside(body, "output_config"), "format"),
+    ]
+    formatted = any(one.get("type", "text") != "text" for one in formats)
+    called = tools and choice not in ("auto", "none")
+    if not (formatted or called or holder.get("structured_outputs")):
+        return None
+    why = _IN_THINKING if body.get("include_reasoning") is False else grammars
+    if request.on and why is not None:
+        raise ValueError(
+            f"{place} asks for the policy, and the request has {why}: they exclude each other; "
+            "leave one of them out"
+        )
+    return why
+
+
+def _inside(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = holder.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 class _CheckedBodies:
@@ -139,12 +181,20 @@ class _CheckedBodies:
         except (ValueError, RecursionError):  # vLLM's to refuse
             sent = None
         try:
-            request.app.state.ospruner_check(sent, scope["path"])
+            why = request.app.state.ospruner_check(sent, scope["path"])
         except ValueError as error:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, again, send)
             return
-        await self._app(scope, again, send)
+        if why == _BEAMS:  # an engine counts the others itself
+            count_off(why)
+
+        async def tell(message: Message) -> None:
+            if why is not None and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (_OFF_HEADER, f"off: {why}".encode())]
+            await send(message)
+
+        await self._app(scope, again, tell)
 
 
 class StopRoutes:
@@ -164,10 +214,17 @@ class StopRoutes:
         defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
         StopRoutes.defaults = defaults
         config = engine_client.model_config.hf_config
-        parses_calls = args.reasoning_parser != HARMONY_PARSER
+        parser = args.reasoning_parser
+        grammars, end = None, (config.reasoning_format or {}).get("think_end")
+        if args.speculative_config:
+            grammars = f"{GRAMMAR} beside speculative decoding"
+        elif not parser:
+            grammars = _IN_THINKING
+        elif parser == HARMONY_PARSER or end not in engine_client.get_tokenizer().get_added_vocab():
+            grammars = GRAMMAR
         state.ospruner_engine = engine_client
         state.ospruner_check = lambda body, path: check_body(
-            body, defaults, config, parses_calls, path
+            body, defaults, config, parser != HARMONY_PARSER, path, grammars
         )
 
 

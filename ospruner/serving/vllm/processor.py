@@ -17,8 +17,8 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 
 from ..requests import DEFAULTS, ID, StopRequest
-from ..rows import RowCore, ServedRow
-from .monitoring import StopRoutes, count_ended
+from ..rows import GRAMMAR, RowCore, ServedRow
+from .monitoring import StopRoutes, count_ended, count_off
 from .plugin import ARCHITECTURE, PROCESSOR
 
 __all__ = ["Arriving", "StopProcessor", "StopRecords"]
@@ -58,21 +58,24 @@ class Arriving:
             StopRequest(said, f"additional_config[{DEFAULTS!r}]", server=True),
             model.seed,
             # Of tensor-parallel ranks, which all do the same, one counts.
-            count_ended if vllm_config.parallel_config.rank == 0 else None,
+            *((count_ended, count_off) if vllm_config.parallel_config.rank == 0 else ()),
         )
+        self._drafts = vllm_config.speculative_config is not None
         self._records: OrderedDict[str, ServedRow] = OrderedDict()
 
     def admit(self, params: SamplingParams, prompt_ids: Sequence[int]) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped."""
-        if params.structured_outputs is not None or params.thinking_token_budget is not None:
-            return None
+        excluded = None if params.thinking_token_budget is None else "thinking_token_budget"
+        if params.structured_outputs is not None and excluded is None:
+            excluded = f"{GRAMMAR} beside speculative decoding" if self._drafts else GRAMMAR
         extra, end_id, text = params.extra_args or {}, None, 0
         if params.ignore_eos and params.stop_token_ids:  # what still ends it
             end_id = params.stop_token_ids[0]
         if params.seed is not None and _FIRST_SEED in extra:
             text = params.seed - extra[_FIRST_SEED]
         stops = params.all_stop_token_ids
-        row = self.core.admit(extra, prompt_ids, stops, end_id, text, params.min_tokens)
+        least = params.min_tokens
+        row = self.core.admit(extra, prompt_ids, stops, end_id, text, least, excluded)
         if row is not None and (name := extra.get(ID)) is not None:
             self._records[name] = row
             while len(self._records) > _MOST_RECORDS:
@@ -108,10 +111,10 @@ class StopProcessor(*_interfaces):  # type: ignore[misc]
         extra, defaults = dict(params.extra_args or {}), StopRoutes.defaults
         extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
         request = StopRequest(extra)
-        if request.on and params.structured_outputs is not None:
+        if params.structured_outputs is not None and "max_answer_tokens" in request.fields:
             raise ValueError(
-                "stop_policy and structured outputs exclude each other: their grammar does not "
-                "know the forced closing"
+                f"max_answer_tokens is {request.fields['max_answer_tokens']}, but structured "
+                "outputs say where the answer ends: leave one of them out"
             )
         if (budget := params.thinking_token_budget) is not None:
             budgeted = request.take_budget(extra, budget, defaults)

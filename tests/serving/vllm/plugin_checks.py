@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from .plugin_replay import TOLERANCE, check_record, make_policy, make_prompts, r
 # Chunked prefill, prefix caching, and too little room for all: requests are preempted.
 TIGHT = {"max_num_batched_tokens": 96, "max_num_seqs": 24, "num_gpu_blocks_override": 56}
 LONGEST = 120
-STRUCTURE = StructuredOutputsParams(regex="a")
+STRUCTURE = StructuredOutputsParams(regex="[0-9]{3}x")
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
 
 
@@ -125,7 +126,7 @@ def plain(environment: None, reasoner: Reasoner, mixed: list[list[int]]) -> list
 
 @pytest.fixture(scope="module")
 def served(plain: list[list[list[int]]], model: OSPrunerForCausalLM) -> LLM:
-    return start_policy(model.config._name_or_path, **TIGHT)
+    return start_policy(model.config._name_or_path, reasoning_parser="ospruner", **TIGHT)
 
 
 def test_a_policy_that_never_fires_changes_nothing(
@@ -309,7 +310,7 @@ def test_requests_that_are_aborted_leave_the_others_alone(
         ({"stop_threshold": 2}, {}, "stop_threshold is 2.*0.*1"),
         ({"stop_polciy": True}, {}, "stop_polciy.*stop_policy"),
         ({"max_thinking_tokens": 5}, {"min_tokens": 9}, "tokens is 5, but .* to have at least 9"),
-        ({"stop_policy": 1}, {"structured_outputs": STRUCTURE}, "structured outputs exclude each"),
+        ({"max_answer_tokens": 5}, {"structured_outputs": STRUCTURE}, "is 5, but structured out"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(
@@ -341,6 +342,41 @@ def test_vllms_own_budget_and_minimum_are_the_policys(
         kept += least[:30] == plain[i][0][:30]
         assert end in least
     assert kept > 3
+
+
+def test_a_grammar_governs_the_answer_of_a_pruned_thinking(
+    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    end, tokenizer = model.token_format.think_end_id, model.tokenizer
+    for i in range(6):
+        extra = {"stop_mode": "threshold", "stop_threshold": 0.0, "stop_id": "g"}
+        [[ids]] = run(served, mixed[i : i + 1], greedy(extra, structured_outputs=STRUCTURE))
+        at, told = ids.index(end), record(served, "g")
+        assert told["reason"] == "policy"
+        assert told["thinking_tokens"] == at == told["step_ends"][0]
+        assert ids[:at] == plain[i][0][:at]
+        answer = tokenizer.decode(ids[at + 1 :], skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3}x", str(answer)), answer
+
+
+def off() -> Counter[str]:
+    """The requests so far whose policy was off, by why."""
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    told = [one for one in samples if one.name == "ospruner_policy_off_total"]
+    return Counter({one.labels["why"]: int(one.value) for one in told})
+
+
+def test_a_grammar_that_holds_in_the_thinking_puts_the_policy_off(
+    served: LLM, mixed: list[list[int]], monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    manager: Any = served.llm_engine.engine_core.engine_core.structured_output_manager
+    monkeypatch.setattr(manager, "enable_in_reasoning", True)
+    before, grammar = off(), StructuredOutputsParams(regex="(1\n\n|2\n\n){5}x")
+    extra = {"stop_mode": "threshold", "stop_threshold": 0.0}
+    [[ids]] = run(served, mixed[:1], greedy(extra, structured_outputs=grammar))
+    text = model.tokenizer.decode(ids, skip_special_tokens=True)
+    assert re.fullmatch("([12]\n\n){5}x", text), text
+    assert off() - before == {"a grammar, which holds in the thinking already": 1}
 
 
 def test_a_prompt_that_closed_its_thinking_is_left_alone(

@@ -223,7 +223,7 @@ class Body(BaseModel):
 class SmallApp:
     """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
         monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
         app = FastAPI()
 
@@ -240,7 +240,8 @@ class SmallApp:
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
         self.asked: list[str] = []
         self.model_config = Namespace(hf_config=OSPrunerConfig())  # of lambda 0 alone
-        options = Namespace(additional_config={}, reasoning_parser="")
+        options = Namespace(reasoning_parser="", speculative_config=None)
+        options.additional_config = config or {}
         asyncio.run(routes.init_state(self, app.state, options))
         self.client = TestClient(app, raise_server_exceptions=False)
 
@@ -281,6 +282,22 @@ def test_each_route_is_checked(small_app: SmallApp) -> None:
         assert "['extra_body.max_thinking_tokens'] would do" in reply.json()["error"]["message"]
         assert small_app.client.post(path, json={}).status_code == 404
         assert small_app.client.post(path, data={"max_thinking_tokens": 3}).status_code == 404
+
+
+def test_the_reply_says_that_the_policy_was_off_and_why() -> None:
+    app = SmallApp({"ospruner": {"stop_policy": True}})
+    told = "ospruner_policy_off_total"
+    for extra, why in (
+        ({"response_format": {"type": "json_object"}}, "a grammar, which holds in the thinking"),
+        ({"use_beam_search": True}, "beam search"),
+        ({}, None),
+    ):
+        reply = app.client.post("/v1/completions", json={"prompt": [1], **extra})
+        said = reply.headers.get("x-ospruner-policy")
+        assert reply.status_code == 200
+        assert said is None if why is None else str(said).startswith(f"off: {why}")
+    counted = pytest.importorskip("prometheus_client").generate_latest().decode()
+    assert f'{told}{{why="beam search"}} 1.0' in counted
 
 
 IDS = ("no", "\0", "a/b", "../..", "a\nb", "é\u202e", "é 7", MARK * 1000, *"?# .\x1b")
@@ -392,7 +409,6 @@ def of_vllm_too() -> Iterator[Case]:
     yield Case(kind, request({"stop_seed": 1}, n=2), ("stop_seed is 1 and n is 2",))
     for fields, says in (
         ({"thinking_token_budget": 1, "min_tokens": 2}, "but the request is to have at least 2"),
-        ({"structured_outputs": {"regex": "a"}}, "structured outputs exclude"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"prompt": [10**6]}, ""),
         ({"prompt": []}, ""),

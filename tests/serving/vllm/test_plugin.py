@@ -34,8 +34,8 @@ def test_the_policy_inside_vllm(checks: str) -> None:
     run_checks(*(Path(__file__).with_name(f"{one}.py") for one in CHECKS[checks]))
 
 
-def check_body(*args: Any) -> None:
-    pytest.importorskip("ospruner.serving.vllm.monitoring").check_body(*args)
+def check_body(*args: Any) -> Any:
+    return pytest.importorskip("ospruner.serving.vllm.monitoring").check_body(*args)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -50,7 +50,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
         ({"tools": TOOLS}, {"stop_policy": True, "stop_answer": "tools"}),
         ({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, {"stop_policy": True}),
         ({"tools": TOOLS, "vllm_xargs": {"stop_policy": False}}, {"stop_policy": True}),
-        # A grammar holds, under which vLLM's requests are not stopped.
+        # A grammar holds, under which no box is forced.
         ({"tools": TOOLS, "tool_choice": "required"}, {"stop_policy": True}),
     ],
 )
@@ -67,6 +67,8 @@ FIXED = OSPrunerConfig(price=1e-3)
     [
         ({"tools": TOOLS}, FIXED, True, "is 'forced', whose box no call fits in.* in vllm_xargs"),
         ({"tools": TOOLS}, FIXED, False, "of a GPT-OSS policy's replies calls are not parsed"),
+        ({"tools": TOOLS, "tool_choice": None}, FIXED, True, "whose box no call fits in"),
+        ({"tools": TOOLS, "tool_choice": {"type": "auto"}}, FIXED, True, "whose box no call fits"),
         (None, EVERY, True, None),
         ({"tools": TOOLS, "tool_choice": "none"}, FIXED, False, None),
         ({"vllm_xargs": {"stop_price": 5e-4}}, EVERY, True, None),
@@ -138,3 +140,33 @@ def test_a_setting_where_nobody_reads_it_is_refused_on_every_route(path: str) ->
 def test_what_each_route_reads(path: str, body: dict[str, Any], refused: bool) -> None:
     with pytest.raises(ValueError, match="thinking") if refused else nullcontext():
         check_body(body, ON, FIXED, True, path)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": SCHEMA},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"text": {"format": SCHEMA}},  # of /v1/responses
+        {"output_config": {"format": SCHEMA}},  # of /v1/messages
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}},
+    ],
+)
+def test_where_a_grammar_puts_the_policy_off(body: dict[str, Any]) -> None:
+    """Said where it is on by default, refused where it is asked for."""
+    why, asks = "a grammar beside that", {"vllm_xargs": {"stop_policy": True}}
+    assert check_body(body, ON, FIXED, True, CHAT) is None
+    assert check_body(body, ON, FIXED, True, CHAT, why) == why
+    assert check_body(body, StopRequest({}, server=True), FIXED, True, CHAT, why) is None
+    assert check_body(body | {"vllm_xargs": {"stop_policy": False}}, ON, FIXED, True, CHAT) is None
+    hidden = check_body(body | {"include_reasoning": False}, ON, FIXED, True, CHAT)
+    assert hidden == "a grammar, which holds in the thinking already"
+    with pytest.raises(ValueError, match="the request has a grammar beside that: they exclude"):
+        check_body(body | asks, ON, FIXED, True, CHAT, why)
+    for plain in ({"response_format": {"type": "text"}}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert check_body(plain, ON, FIXED, True, CHAT, why) is None

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI, OpenAIError
 
@@ -181,6 +182,57 @@ def body_of(body: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in body.items() if k not in own} | {
         "extra_body": {k: v for k, v in body.items() if k in own}
     }
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllms_own_budget_and_a_grammar_beside_the_policy(client: OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "Solve 3x+54=102 for x."}],
+        "temperature": 0,
+        "max_tokens": 400,
+    }
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_id": "own"}
+    body: dict[str, Any] = {"thinking_token_budget": 5, "vllm_xargs": never}
+    client.chat.completions.create(**asked, extra_body=body)
+    assert json.loads(text(client, "/ospruner/stops/own"))["reason"] == "budget"
+    body["structured_outputs"] = {"regex": "[0-9]{3}x"}
+    for stream in (False, True):
+        if stream:
+            parts = client.chat.completions.create(**asked, extra_body=body, stream=True)
+            deltas = [part.choices[0].delta for part in parts]
+            content = "".join(one.content or "" for one in deltas)
+            thinking = "".join(getattr(one, "reasoning", None) or "" for one in deltas)
+        else:
+            message: Any = (
+                client.chat.completions.create(**asked, extra_body=body).choices[0].message
+            )
+            content, thinking = message.content, message.reasoning
+        assert re.fullmatch("[0-9]{3}x", content), content
+        assert thinking
+    assert json.loads(text(client, "/ospruner/stops/own"))["reason"] == "budget"
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_every_route_checks(client: OpenAI) -> None:
+    root = str(client.base_url).removesuffix("/v1/")
+    said = [{"role": "user", "content": "Solve 3x+54=102 for x."}]
+    body: dict[str, Any] = {"model": "toy", "messages": said, "max_tokens": 8}
+    for path in (
+        "/invocations",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/chat/completions/batch",
+    ):
+        good = body | ({"messages": [said]} if path.endswith("batch") else {})
+        reply = httpx.post(f"{root}{path}", json=good, timeout=300)
+        assert reply.status_code == 200, reply.text
+        wrong = good | {"chat_template_kwargs": {"thinking_budget": 3}}
+        reply = httpx.post(f"{root}{path}", json=wrong, timeout=300)
+        assert reply.status_code == 400
+        assert "['chat_template_kwargs.thinking_budget'] would do nothing here" in reply.text
 
 
 @needs_vllm
