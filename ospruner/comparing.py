@@ -334,8 +334,8 @@ def _methods(
 
 
 def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
-    """Raises ValueError where labels to choose on were made otherwise, but for seed and samples."""
-    if differences := ours.differences(theirs, but=("seed", "samples_per_problem")):
+    """Refuses labels to choose on that were made otherwise, but for seed, samples and day."""
+    if differences := ours.differences(theirs, but=("seed", "samples_per_problem", "prompt_date")):
         raise ValueError(
             f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
             "label both with the same settings"

@@ -114,8 +114,8 @@ def split_labels(
 
 
 def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
-    """Validation may be sampled with another seed and more often; all else must agree."""
-    free = {"seed", "samples_per_problem"}
+    """Validation may be sampled with another seed, day, and more often; all else must agree."""
+    free = {"seed", "samples_per_problem", "prompt_date"}
     differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
     if differences:
         raise ValueError(

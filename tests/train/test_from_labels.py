@@ -45,7 +45,8 @@ def test_held_out_problems_are_whole_and_seeded() -> None:
 
 
 def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Path) -> None:
-    other = told_otherwise(shutil.copytree(labels, tmp_path / "other"), temperature=1.0, seed=8)
+    changed: dict[str, Any] = {"temperature": 1.0, "seed": 8, "prompt_date": "2026-01-01"}
+    other = told_otherwise(shutil.copytree(labels, tmp_path / "other"), **changed)
     with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
         trained_on(labels, tmp_path / "run", validation=other)
     assert not (tmp_path / "run").exists()

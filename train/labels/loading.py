@@ -148,7 +148,7 @@ def _remembered(traces: Dataset) -> Labels:
 
 _OF_A_PART = {
     *("task", "temperature", "top_p", "top_k", "seed", "samples_per_problem"),
-    *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format"),
+    *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format", "prompt_date"),
 }
 """What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
 

@@ -384,3 +384,8 @@ def test_prompts_name_the_day_on_which_a_run_began(
     assert said == {"Today: 2026-03-01"}
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
     assert manifest["settings"]["prompt_date"] == "2026-03-01"
+    with monkeypatch.context() as before:  # labels of earlier versions kept no day
+        before.setattr(label_module, "_prompt_date", lambda tokenizer, out: "")
+        label(base, problems, out=tmp_path / "old", limit=2, **LIMITS)
+    with pytest.raises(ValueError, match="prompt_date: '2026-03-02' here, '' there"):
+        label(base, problems, out=tmp_path / "old", limit=4, **LIMITS)
