@@ -17,13 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.policies import check_base_weights, merge_adapters
+from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start
+from ospruner.serving.vllm.monitoring import StopRoutes
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.processor import StopProcessor
 from ospruner.serving.vllm.runner_v1 import V1Processor
@@ -221,6 +225,40 @@ def test_broken_tensors_are_refused_at_start(
     said = break_tensors(folder, how)
     with pytest.raises(ValueError, match=said):
         check_start(started(model, model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("defaults", "thinking", "wanted", "left"),
+    [
+        ({"stop_policy": True}, {"type": "enabled", "budget_tokens": 2000}, 2000, None),
+        (
+            {"stop_policy": True, "max_thinking_tokens": 1500},
+            {"type": "enabled", "budget_tokens": 2000},
+            1500,
+            None,
+        ),
+        ({"stop_policy": True}, {"type": "adaptive"}, None, None),
+        ({}, {"type": "enabled", "budget_tokens": 2000}, None, 2000),  # vLLM's, without a policy
+    ],
+)
+def test_anthropics_budget_is_the_policys(
+    monkeypatch: pytest.MonkeyPatch,
+    defaults: dict[str, Any],
+    thinking: dict[str, Any],
+    wanted: int | None,
+    left: int | None,
+) -> None:
+    """By vLLM's own way from a body for /v1/messages to its parameters."""
+    monkeypatch.setattr(StopRoutes, "defaults", StopRequest(defaults, server=True))
+    body = {"model": "toy", "max_tokens": 4000, "messages": [{"role": "user", "content": "?"}]}
+    request = AnthropicMessagesRequest.model_validate(body | {"thinking": thinking})
+    asked = AnthropicServingMessages.to_chat_completion_request(request)
+    params = asked.to_sampling_params(4000, {})
+    StopProcessor.validate_params(params)
+    assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
+    assert params.thinking_token_budget == left
+    StopProcessor.validate_params(params)  # used again
+    assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
 
 
 def engine_config(model: OSPrunerForCausalLM, head: StopHead, drafts: int = 0) -> Any:
