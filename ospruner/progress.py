@@ -40,13 +40,13 @@ class PhaseBars(bars.Progress):
 
     def __init__(self, console: Console, name: str = "") -> None:
         super().__init__(
-            bars.TextColumn("{task.description:<26}"),
+            bars.TextColumn("{task.description:<26}", markup=False),
             bars.BarColumn(bar_width=24),
             bars.MofNCompleteColumn(),
             bars.TextColumn("{task.fields[unit]}"),
             bars.TimeElapsedColumn(),
             bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.fields[note]}"),
+            bars.TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
         self.name = name

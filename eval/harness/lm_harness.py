@@ -142,6 +142,11 @@ class OSPrunerLM(HFLM):
     ) -> torch.Tensor:
         """Prompts (B, S), each followed by its answer alone; stop strings cut that afterwards."""
         arguments.pop(LOGGED, None)
+        if (several := arguments.get("num_return_sequences", 1)) != 1:
+            raise ValueError(
+                f"num_return_sequences is {several}; a request has one reply in lm_eval: leave it "
+                "out of gen_kwargs, and repeat the task (`repeats`) where several are wanted"
+            )
         mask, settings = arguments["attention_mask"], self.settings
         if settings is not None:  # rows are numbered, so that their draws differ
             first = settings.first_sample_index + len(self._replies)

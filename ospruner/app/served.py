@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
@@ -53,6 +52,7 @@ class ServedSource:
         except (self._error, IndexError) as error:
             raise ConnectionError(self._gone(error)) from error
         self.policy = str(served.id)
+        self._instruction = str((self._told("format") or {}).get("user_instruction", ""))
         self.positions: int | None = served.model_dump().get("max_model_len")
 
     def ask(self, question: Question, pruned: bool) -> Columns:
@@ -84,7 +84,7 @@ class ServedSource:
                         answer += fields["delta"].get("content") or ""
                     now = time.perf_counter()
                     if pruned and now - looked > _RECORD_SECONDS:
-                        record, looked = self._record(name) or record, now
+                        record, looked = self._told(f"stops/{name}") or record, now
                     yield Column(_paragraphs(pieces, record), answer.strip(), tokens, now - began)
         except self._error as error:
             status = vars(error).get("status_code")
@@ -95,15 +95,16 @@ class ServedSource:
                 "question."
             ) from error
         seconds = time.perf_counter() - began
-        record = (self._record(name) or record) if pruned else {}
+        record = (self._told(f"stops/{name}") or record) if pruned else {}
         reason = record.get("reason") or ("natural" if answer else "length")
         yield Column(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
 
     def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
-        instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
         return self._client.chat.completions.create(
             model=self.policy,
-            messages=[{"role": "user", "content": f"{question.text}\n\n{instruction}"}],
+            messages=[
+                {"role": "user", "content": f"{question.text}\n\n{self._instruction}".rstrip()}
+            ],
             temperature=question.temperature,
             max_tokens=question.max_tokens,
             seed=question.seed,
@@ -112,12 +113,12 @@ class ServedSource:
             extra_body={"vllm_xargs": extra, "return_token_ids": True},
         )
 
-    def _record(self, name: str) -> dict[str, Any] | None:
-        """The server's record of a request; None before it has any."""
+    def _told(self, what: str) -> dict[str, Any] | None:
+        """What the server says of a request, or of its policy; None where it knows nothing."""
         try:
-            with urllib.request.urlopen(f"{self.url}/ospruner/stops/{name}", timeout=10) as answer:
-                record: dict[str, Any] = json.load(answer)
-                return record
+            with urllib.request.urlopen(f"{self.url}/ospruner/{what}", timeout=10) as answer:
+                told: dict[str, Any] = json.load(answer)
+                return told
         except urllib.error.HTTPError:
             return None
         except OSError as error:

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .fields import Fields, LazyGroup, arg, fields_of, opt, with_fields
 
-console = Console()
+console = Console(markup=False)  # paths and names may hold brackets
 app = typer.Typer(
     name="ospruner",
     cls=LazyGroup,
@@ -148,7 +148,7 @@ def labels_regrade(
 
     with _bars() as bars:
         said, numbers = told_regraded(regrade(folder, bars, allow_code))
-    console.print(said, markup=False, highlight=False)
+    console.print(said, highlight=False)
     _write(numbers, json_file)
 
 
@@ -186,7 +186,7 @@ def train(
     console.print(table)
     for policy in trainer.policies:
         if policy.warning:
-            console.print(f"[yellow]Warning:[/yellow] {policy.path.name} {policy.warning}.")
+            console.print(Text("Warning:", "yellow"), f"{policy.path.name} {policy.warning}.")
         console.print(f"Policy: {policy.path}", soft_wrap=True)
     _write([vars(one) | {"path": str(one.path)} for one in trainer.policies], json_file)
 
@@ -351,17 +351,17 @@ def publish(
 
     release = fields_of(context, RELEASE)
     done = publish(folder, repo, private=private, dry_run=dry_run, out=out, **release)
-    table = Table(title=escape(repo), show_header=False, box=None, title_justify="left")
+    table = Table(title=repo, show_header=False, box=None, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(justify="right")
     for name, size in done.sizes.items():
-        table.add_row(escape(name), decimal(size))
+        table.add_row(name, decimal(size))
     table.add_row("in all", decimal(sum(done.sizes.values())))
     console.print(table)
     if done.left_out:
-        console.print(f"Not published: {escape(', '.join(done.left_out))}")
+        console.print(f"Not published: {', '.join(done.left_out)}")
     for remark in done.remarks:
-        console.print(f"[yellow]Note:[/yellow] {escape(remark)}")
+        console.print(Text("Note:", "yellow"), remark)
     if done.url is None:
         said = f"Nothing was sent. The folder: {done.path}"
     elif done.changed:
@@ -380,10 +380,10 @@ def verify(
     from ospruner.hub_cards.verify import verify
 
     checks = verify(repo, revision)
-    table = Table(title=escape(repo), show_header=False)
+    table = Table(title=repo, show_header=False)
     for check in checks:
-        verdict = "[green]ok[/green]" if check.ok else "[red]NO[/red]"
-        table.add_row(verdict, check.question, escape(check.detail))
+        verdict = Text("ok", "green") if check.ok else Text("NO", "red")
+        table.add_row(verdict, check.question, check.detail)
     console.print(table)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
@@ -446,7 +446,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, FloatingPointError, MemoryError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}")
+        Console(stderr=True, markup=False).print(Text("Error:", "red"), str(error))
         raise SystemExit(1) from None
 
 
@@ -472,7 +472,7 @@ def _print_labels(out: Path, json_file: Path | None) -> None:
     from ospruner.train.labels.summary import stats_of, told
 
     stats = stats_of(out)
-    console.print(told(out, stats), markup=False, highlight=False)
+    console.print(told(out, stats), highlight=False)
     _write(stats, json_file)
 
 
@@ -484,5 +484,5 @@ def _stoppable(out: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         from ospruner.train.labels.summary import told_stopped
 
-        console.print(told_stopped(out), markup=False, highlight=False)
+        console.print(told_stopped(out), highlight=False)
         raise typer.Exit(130) from None

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 _MARKS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "wrong": "[red]✗[/red]"}
 
@@ -60,16 +60,17 @@ class Report:
         for title, found in self.sections.items():
             table = Table.grid(padding=(0, 1))
             for one in found:
-                advice = f"\n[dim]{escape(one.advice)}[/dim]" if one.advice else ""
-                table.add_row("", _MARKS[one.level], escape(one.name), escape(one.value) + advice)
-            console.print(f"[bold]{escape(title)}[/bold]", table, "", sep="\n")
+                value = Text.assemble(one.value, (f"\n{one.advice}" if one.advice else "", "dim"))
+                mark = Text.from_markup(_MARKS[one.level])
+                table.add_row("", mark, Text(one.name), value)
+            console.print(Text(title, "bold"), table, "", sep="\n")
         if self.description:
             console.print(self.description, markup=False, highlight=False, soft_wrap=True)
             console.print()
         count, said = len(self.wrong), "[green]Nothing is wrong[/green]"
         if count:
             said = f"[red]{count} thing{'s' * (count > 1)} to mend, marked ✗[/red]"
-        console.print(said)
+        console.print(Text.from_markup(said))
 
 
 def unreachable(where: str, revision: str | None, error: Exception) -> Finding:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -337,4 +338,4 @@ def _print(plan: Plan, work: Workload, console: Console) -> None:
         f"{work.tflops:g} TFLOP/s. The two speeds are assumptions: measure yours."
     )
     for note in plan.notes:
-        console.print(f"[yellow]•[/yellow] {note}")
+        console.print(Text("•", "yellow"), Text(note))

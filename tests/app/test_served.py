@@ -50,6 +50,8 @@ class StandIn:
                 names = [b["extra_body"].get("stop_id") for b in stand_in.bodies]
                 if self.path == "/v1/models":
                     self.send(200, {"data": [{"id": "org/policy", "max_model_len": 512}]})
+                elif self.path == "/ospruner/format":
+                    self.send(200, {"user_instruction": "Reason, check, box."})
                 elif self.path.removeprefix("/ospruner/stops/") in names:
                     self.send(200, RECORD)
                 else:
@@ -125,6 +127,8 @@ def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
         "stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.5, "stop_seed": 7,
     }  # fmt: skip
     assert all(body["seed"] == 7 for body in stand_in.bodies)
+    asked = {body["messages"][0]["content"] for body in stand_in.bodies}
+    assert asked == {f"{QUESTION.text}\n\nReason, check, box."}
 
 
 def test_a_refusal_is_told_and_says_what_to_do(stand_in: StandIn) -> None:
@@ -160,6 +164,7 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
     with serving(folder) as url:
         source = ServedSource(url)
         assert source.positions == 1024
+        assert source._instruction == reasoner.token_format.format.user_instruction
         greedy = Question(text, {"mode": "sample"}, 0.0, 0, 300)
         plain, pruned = (list(source.ask(greedy, on))[-1] for on in (False, True))
         short = Question(text, {"mode": "threshold", "threshold": 1.0,

@@ -11,10 +11,13 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from rich.table import Table
 from typer.testing import CliRunner
 
 from ospruner.cli import app, commands
 from ospruner.cli.fields import Fields, LazyGroup, fields_of, whole_commands, with_fields
+from ospruner.doctor.findings import Finding, Report
+from ospruner.progress import PhaseBars
 
 
 @dataclass
@@ -136,3 +139,20 @@ def test_an_error_is_a_line(
     printed = capsys.readouterr().err
     assert "Error: " in printed
     assert "Traceback" not in printed
+
+
+def test_brackets_in_paths_and_names_are_printed_as_they_are() -> None:
+    """`[v2]` is no markup, in lines, tables, bars, findings and notes."""
+    name = "runs/[v2]/[bold]x[/bold]"
+    table = Table(title=name)
+    table.add_row(name)
+    report = Report(name, sections={name: [Finding(name, name, "wrong", name)]})
+    console = commands.console
+    with console.capture() as written:
+        console.print(f"Policy: {name}", table, soft_wrap=True)
+        report.show(console)
+        bars = PhaseBars(console, name)
+        bars("train", 1, 2, name)
+        console.print(bars.get_renderable(), soft_wrap=True)
+    assert written.get().count("[v2]") >= 8
+    assert "[bold]x[/bold]" in written.get()

@@ -1,4 +1,4 @@
-"""What a vLLM server tells of its stops: the route `GET /ospruner/stops/{stop_id}`, and counters.
+"""What a vLLM server tells of its stops: routes `/ospruner/stops/{stop_id}` and `/ospruner/format`, and counters.
 
 The plug-in with the route also looks at what is posted to any route, and refuses requests in which
 the policy's keys, or a budget under other people's names, would do nothing. vLLM loads it where
@@ -207,6 +207,7 @@ class StopRoutes:
     def attach_router(self, app: FastAPI) -> None:
         """Adds the route, and a look at the bodies of all routes."""
         app.add_api_route("/ospruner/stops/{stop_id:path}", stop_record, methods=["GET"])
+        app.add_api_route("/ospruner/format", reasoning_format, methods=["GET"])
         app.add_middleware(_CheckedBodies)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -226,6 +227,14 @@ class StopRoutes:
         state.ospruner_check = lambda body, path: check_body(
             body, defaults, config, parser != HARMONY_PARSER, path, grammars
         )
+
+
+async def reasoning_format(request: Request) -> dict[str, Any]:
+    """The policy's reasoning format, whose instruction its problems were asked with."""
+    found: dict[str, Any] = (
+        request.app.state.ospruner_engine.model_config.hf_config.reasoning_format
+    )
+    return found
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:

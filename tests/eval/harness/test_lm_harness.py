@@ -134,6 +134,12 @@ def test_arguments_that_cannot_be_are_refused(
         evaluate(tasks, {"policy": str(policy[1]), **model_args}, **HERE)
 
 
+def test_several_replies_of_one_request_are_refused(policy: Policy, tasks: Path) -> None:
+    gen = {"num_return_sequences": 2, "do_sample": True}
+    with pytest.raises(ValueError, match="num_return_sequences is 2; a request has one reply"):
+        evaluate(tasks, {"policy": str(policy[1])}, gen_kwargs=gen, **HERE)
+
+
 def test_requests_that_are_no_conversations_are_refused(policy: Policy, tasks: Path) -> None:
     from ospruner.eval.harness.lm_harness import OSPrunerLM
 
