@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..rows import RowCore, ServedRow, in_json
+from ..rows import RowCore, ServedRow, in_json, log_off
 from .custom_params import excluded, server_defaults
 
 __all__ = ["Stopper"]
 
 _OURS = "_ospruner"  # of SGLang's own object of a request: its row, until its record is told
+_OFF = "_ospruner_off"  # likewise: why the policy, which is on by default, is off for it
 
 
 class Stopper:
@@ -31,7 +32,9 @@ class Stopper:
             arguments.revision,
             server_defaults(),
             arguments.random_seed or 0,
+            on_off=self._note_off,
         )
+        self._why: str | None = None  # the policy was off for the last request
         self._runner = runner
         runner.model.hold(len(runner.req_to_token_pool.req_to_token))
         self._here: dict[int, ServedRow] = {}  # by slot
@@ -58,8 +61,14 @@ class Stopper:
         # What still ends a request that ignores the end of text.
         end_id = min(params.stop_token_ids) if params.ignore_eos and params.stop_token_ids else None
         prompt = list(request.origin_input_ids)
-        keys, least = params.custom_params, params.min_new_tokens
-        return self._core.admit(keys, prompt, stops, end_id, least_tokens=least, excluded=others)
+        keys, least, self._why = params.custom_params, params.min_new_tokens, None
+        row = self._core.admit(keys, prompt, stops, end_id, least_tokens=least, excluded=others)
+        vars(request)[_OFF] = self._why
+        return row
+
+    def _note_off(self, why: str) -> None:
+        log_off(why)
+        self._why = why
 
     def step(self, logits: torch.Tensor, batch: Any) -> None:
         """Decides where steps of thinking have ended, and shapes the logits (B, V) of a batch."""
@@ -87,10 +96,11 @@ class Stopper:
         self._core.shape(logits, rows)
 
     def record(self, request: Any) -> dict[str, Any] | None:
-        """The `StopRecord` of a request that is done, for JSON; None for one not admitted."""
+        """The `StopRecord` of a request that is done, for JSON, or why the policy was off."""
         row: ServedRow | None = vars(request).get(_OURS)
         if row is None:
-            return None
+            why = vars(request).pop(_OFF, None)
+            return None if why is None else {"off": why}
         # The token sampled last, which no step may have looked at.
         prompt, text = len(request.origin_input_ids), list(request.output_ids_through_stop)
         for token in text[max(row.taken - prompt, 0) :]:

@@ -291,3 +291,18 @@ def test_defaults_stop_all(
     assert record is not None
     assert record["reason"] == "budget"
     assert model.token_format.think_end_id in request.output_ids
+
+
+def test_the_answer_says_that_a_grammar_put_the_policy_off(
+    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True}))
+    engine = Engine(*policy)
+    request, plain = make_request(policy[0], 0), make_request(policy[0], 0)
+    for slot, one in enumerate((request, plain), start=1):
+        one.sampling_params.custom_params, one.kv.req_pool_idx = None, slot
+    request.sampling_params.json_schema = "{}"
+    plain.sampling_params.custom_params = {"stop_policy": False}
+    engine.compute([request, plain])
+    assert engine.stopper.record(request) == {"off": "json_schema"}
+    assert engine.stopper.record(request) is engine.stopper.record(plain) is None
