@@ -717,7 +717,14 @@ def check_blanks(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> str:
     """What the chat template appends to open the model's turn; "" where it has no such thing."""
-    if tokenizer.chat_template is None:
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        raise ValueError(
+            f"the tokenizer has the chat templates {sorted(templates)} and none is 'default': "
+            "choose one, as in tokenizer.chat_template = tokenizer.chat_template['tool_use'], and "
+            "save the tokenizer with the base"
+        )
+    if templates is None:
         return ""
     message = [{"role": "user", "content": "x"}]
     try:

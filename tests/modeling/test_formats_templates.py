@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess
 
@@ -444,3 +446,16 @@ def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, nam
     if name != "thinking":
         assert "<|message|>Let me see.<|end|>" in str(tokenizer.decode(family.prompt(chat)))
     assert family.prompt(ASK) == harmony.prompt(ASK)
+
+
+def test_chat_templates_without_a_default_are_named(reasoner: Reasoner) -> None:
+    tokenizer: Any = copy.deepcopy(reasoner.tokenizer)
+    one = tokenizer.chat_template
+    for templates in ({"rag": one, "tool_use": one}, {}):
+        tokenizer.chat_template = templates
+        said = rf"chat templates {re.escape(str(sorted(templates)))} and none is 'default': choose"
+        with pytest.raises(ValueError, match=said):
+            TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    tokenizer.chat_template = {"default": one, "tool_use": one}
+    whole = TokenFormat.compile(DEEPSEEK_R1, reasoner.tokenizer)
+    assert TokenFormat.compile(DEEPSEEK_R1, tokenizer).header_ids == whole.header_ids

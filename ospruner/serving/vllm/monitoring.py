@@ -1,4 +1,4 @@
-"""What a vLLM server tells of its stops: routes `/ospruner/stops/{stop_id}` and `/ospruner/format`, and counters.
+"""What a vLLM server tells of its stops and its policy by routes of its own, and counters.
 
 The plug-in with the route also looks at what is posted to any route, and refuses requests in which
 the policy's keys, or a budget under other people's names, would do nothing. vLLM loads it where
