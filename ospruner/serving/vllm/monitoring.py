@@ -141,9 +141,12 @@ def check_body(
     ]
     formatted = any(one.get("type", "text") != "text" for one in formats)
     called = tools and choice not in ("auto", "none")
-    if not (formatted or called or holder.get("structured_outputs")):
+    if holder.get("allowed_token_ids"):
+        why: str | None = "allowed_token_ids"
+    elif formatted or called or holder.get("structured_outputs"):
+        why = _IN_THINKING if body.get("include_reasoning") is False else grammars
+    else:
         return None
-    why = _IN_THINKING if body.get("include_reasoning") is False else grammars
     if request.on and why is not None:
         raise ValueError(
             f"{place} asks for the policy, and the request has {why}: they exclude each other; "

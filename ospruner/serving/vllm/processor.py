@@ -65,8 +65,12 @@ class Arriving:
 
     def admit(self, params: SamplingParams, prompt_ids: Sequence[int]) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped."""
-        excluded = None if params.thinking_token_budget is None else "thinking_token_budget"
-        if params.structured_outputs is not None and excluded is None:
+        excluded = None
+        if params.thinking_token_budget is not None:
+            excluded = "thinking_token_budget"
+        elif params.allowed_token_ids is not None:
+            excluded = "allowed_token_ids"
+        elif params.structured_outputs is not None:
             excluded = f"{GRAMMAR} beside speculative decoding" if self._drafts else GRAMMAR
         extra, end_id, text = params.extra_args or {}, None, 0
         if params.ignore_eos and params.stop_token_ids:  # what still ends it

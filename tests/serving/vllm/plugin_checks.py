@@ -366,6 +366,16 @@ def off() -> Counter[str]:
     return Counter({one.labels["why"]: int(one.value) for one in told})
 
 
+def test_tokens_that_alone_are_allowed_put_the_policy_off(
+    served: LLM, mixed: list[list[int]]
+) -> None:
+    before, extra = off(), {"stop_mode": "threshold", "stop_threshold": 0.0}
+    allowed = [5, 6, 7]
+    [[ids]] = run(served, mixed[:1], greedy(extra, allowed_token_ids=allowed, max_tokens=30))
+    assert set(ids) <= set(allowed)
+    assert off() - before == {"allowed_token_ids": 1}
+
+
 def test_a_grammar_that_holds_in_the_thinking_puts_the_policy_off(
     served: LLM, mixed: list[list[int]], monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:

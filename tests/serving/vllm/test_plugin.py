@@ -168,5 +168,9 @@ def test_where_a_grammar_puts_the_policy_off(body: dict[str, Any]) -> None:
     assert hidden == "a grammar, which holds in the thinking already"
     with pytest.raises(ValueError, match="the request has a grammar beside that: they exclude"):
         check_body(body | asks, ON, FIXED, True, CHAT, why)
+    allowed = {"allowed_token_ids": [1]}
+    assert check_body(allowed, ON, FIXED, True, CHAT) == "allowed_token_ids"
+    with pytest.raises(ValueError, match="the request has allowed_token_ids: they exclude"):
+        check_body(allowed | asks, ON, FIXED, True, CHAT)
     for plain in ({"response_format": {"type": "text"}}, {"tools": TOOLS, "tool_choice": "none"}):
         assert check_body(plain, ON, FIXED, True, CHAT, why) is None
