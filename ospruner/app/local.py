@@ -99,9 +99,9 @@ class _Written(StoppingCriteria):
         """Generates; an error is raised again in the page's thread."""
         torch.manual_seed(seed)
         try:
-            self._model.generate(**arguments)
-            if pruned:
-                self._record = self._model.last_stop[0]
+            output = self._model.generate(**arguments, return_dict_in_generate=True)
+            if pruned:  # not `last_stop`, which may be another visitor's by now
+                self._record = output.stop[0]
         except Exception as error:  # noqa: BLE001
             self.error = error
 
