@@ -24,7 +24,7 @@ from modeling_ospruner.stopping_ospruner import StopRecord
 from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
 from ..rows import GRAMMAR, ServedRow, in_json, log_off
 from ..traffic import bin_of, observed
-from .plugin import HARMONY_PARSER
+from .plugin import HARMONY_PARSER, parser_of
 
 __all__ = ["StopRoutes", "check_body", "count_ended", "count_off"]
 
@@ -218,17 +218,18 @@ class StopRoutes:
         defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
         StopRoutes.defaults = defaults
         config = engine_client.model_config.hf_config
-        parser = args.reasoning_parser
-        grammars, end = None, (config.reasoning_format or {}).get("think_end")
+        literals = config.reasoning_format or {}
+        harmony = parser_of(literals) == HARMONY_PARSER
+        grammars, end = None, literals.get("think_end")
         if args.speculative_config:
             grammars = f"{GRAMMAR} beside speculative decoding"
-        elif not parser:
+        elif not args.reasoning_parser:
             grammars = _IN_THINKING
-        elif parser == HARMONY_PARSER or end not in engine_client.get_tokenizer().get_added_vocab():
+        elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
         state.ospruner_check = lambda body, path: check_body(
-            body, defaults, config, parser != HARMONY_PARSER, path, grammars
+            body, defaults, config, not harmony, path, grammars
         )
 
 

@@ -109,7 +109,7 @@ class PromptedParser(abstract_parser.DelegatingParser):
             state.prompt_reasoning_checked = prompt_token_ids is not None
             parser.go_on(prompt_token_ids or [])
             state.reasoning_ended = parser.has_engine_confirmed_reasoning_end()
-        return super().parse_delta(  # type: ignore[no-any-return]
+        return super().parse_delta(
             delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
         )
 
@@ -147,8 +147,8 @@ class ThinkingParser(_SplittingParser):
 
     def adjust_request(self, request: Any) -> Any:
         """Keeps special tokens in the reply's text where the markers are such."""
-        marks = {*self._fmt.think_end_ids, *self._fmt.reentry_ids}
-        if marks.intersection(self.model_tokenizer.all_special_ids):
+        added = self.model_tokenizer.added_tokens_decoder
+        if any(added[i].special for i in (*self._fmt.think_end_ids, *self._fmt.reentry_ids)):
             request.skip_special_tokens = False
         return request
 

@@ -8,11 +8,12 @@ something else: nothing is imported here that vLLM has not imported by then. The
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from ..start import VLLM
 
-__all__ = ["ARCHITECTURE", "PROCESSOR", "WORKER_EXTENSION", "register"]
+__all__ = ["ARCHITECTURE", "PROCESSOR", "WORKER_EXTENSION", "parser_of", "register"]
 
 ARCHITECTURE = "OSPrunerForCausalLM"
 PROCESSOR = f"{__name__}:StopProcessor"
@@ -25,6 +26,16 @@ WORKER_EXTENSION = f"{__name__}.StopRecords"
 PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
 
 _MODULES = {"OSPrunerVLLM": "model", "StopProcessor": "processor", "StopRecords": "processor"}
+
+
+def parser_of(literals: Mapping[str, str]) -> str | None:
+    """The reasoning parser of what a policy's format holds, whatever its name.
+
+    None where all of a reply is its content.
+    """
+    if not literals.get("think_end"):
+        return None
+    return HARMONY_PARSER if "<|channel|>" in literals["closing"] else PARSER
 
 
 def register() -> None:

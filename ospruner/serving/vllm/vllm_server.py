@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.optional import needed
 
 from ..launch import served_policy
 from ..requests import DEFAULTS, StopRequest
 from ..start import VLLM
-from .plugin import HARMONY_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION
+from .plugin import PROCESSOR, WORKER_EXTENSION, parser_of
 
 __all__ = ["serve_vllm", "vllm_command"]
 
@@ -43,7 +42,7 @@ def vllm_command(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
-    parser = None if options.reasoning_parser else parser_of(config)
+    parser = None if options.reasoning_parser else parser_of(config.reasoning_format or {})
     if parser is not None:
         command += ["--reasoning-parser", parser]
     # V2 takes policies with layers of queries only, and is as its user says.
@@ -68,17 +67,6 @@ def serve_vllm(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str
     # The engine counts in a process of its own; files in a fresh folder bring it to /metrics.
     environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="ospruner-metrics-")
     os.execve(command[0], command, {**os.environ, **environment})
-
-
-def parser_of(config: OSPrunerConfig) -> str | None:
-    """The reasoning parser of what a policy's format holds, whatever its name.
-
-    None where all of a reply is its content.
-    """
-    literals = config.reasoning_format or {}
-    if not literals.get("think_end"):
-        return None
-    return HARMONY_PARSER if "<|channel|>" in literals["closing"] else PARSER
 
 
 def _plugins() -> list[str]:

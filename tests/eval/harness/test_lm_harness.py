@@ -171,6 +171,21 @@ def test_harmony_header_is_no_answer(
         assert ("Two." in tokenizer.decode(thinking)) == thinks
 
 
+def test_after_a_thinking_that_the_prompt_has_closed_all_is_the_answer(
+    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat],
+) -> None:
+    from ospruner.eval.harness.lm_harness import answer_of
+
+    tokenizer, fmt = real_r1
+    chat = [{"role": "user", "content": "1+1?"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    reply = tokenizer.encode("It is 2.\n\nSo.", add_special_tokens=False)
+    for prompt in (f"{text}\n</think>\n\n", str(text).removesuffix("<think>\n") + "Now,"):
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        assert answer_of(fmt, ids, reply) == ([], reply)
+    assert answer_of(fmt, tokenizer.encode(str(text), add_special_tokens=False), reply)[1] == []
+
+
 def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     reasoner: Reasoner, tasks: Path, tmp_path: Path
 ) -> None:

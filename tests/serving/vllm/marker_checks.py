@@ -12,13 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow
-from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser
-from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, register
-from ospruner.serving.vllm.vllm_server import parser_of, vllm_command
+from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, _format_of
+from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, parser_of, register
+from ospruner.serving.vllm.vllm_server import vllm_command
 
 from .plugin_checks import NEVER, greedy, record, run, start_policy
 from .plugin_checks import environment as environment
@@ -119,9 +119,27 @@ def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> No
     for form, parser in ((DEEPSEEK_R1, PARSER), (QWEN3, PARSER), (HARMONY, HARMONY_PARSER)):
         for name in (form.name, "one's own"):
             literals = replace(form, name=name).to_dict()
-            assert parser_of(OSPrunerConfig(reasoning_format=literals)) == parser
+            assert parser_of(literals) == parser
     with pytest.raises(ValueError, match="no marker alone ends the thinking"):
         ThinkingParser(AutoTokenizer.from_pretrained(tmp_path / "phrase"))
+
+
+def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_path: Path) -> None:
+    """vLLM leaves special tokens out of a reply's text, by which it is split."""
+    ends = {"think_start": "[THINK]", "think_end": "[/THINK]", "closing": "[/THINK]\n\n"}
+    form = replace(reasoner.token_format.format, name="mine", **ends)
+    make_policy(reasoner, tmp_path, reasoning_format=form)
+    plain: Any = AutoTokenizer.from_pretrained(tmp_path)
+    request = SimpleNamespace(skip_special_tokens=True)
+    assert ThinkingParser(plain).adjust_request(request).skip_special_tokens
+    _format_of.cache_clear()
+    plain.add_tokens(["[THINK]", "[/THINK]"], special_tokens=True)
+    plain.save_pretrained(tmp_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert not ThinkingParser(tokenizer).adjust_request(request).skip_special_tokens
+    check_split(ThinkingParser, tokenizer, "[THINK]So 1.[/THINK] 5", "So 1.", " 5")
+    ids = tokenizer.encode("[THINK]1[/THINK]5", add_special_tokens=False)
+    assert ThinkingParser(tokenizer).count_reasoning_tokens(ids) == 1
 
 
 Split = tuple[str | None, str | None, int]

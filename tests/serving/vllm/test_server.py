@@ -130,7 +130,7 @@ def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
 ASK = {"role": "user", "content": "Solve 3x+54=102 for x."}
 SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
 GOES_ON = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
-SWITCHED_OFF = {
+SWITCHED_OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "template": ("/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
     "effort": ("/chat/completions", {"reasoning_effort": "none"}),
     "prefilled": ("/chat/completions", GOES_ON),
