@@ -421,11 +421,12 @@ def test_no_row_stops_or_ends_before_the_fewest_tokens(
 ) -> None:
     inputs = inputs_for(model, 2)
     width, least, eos = inputs["input_ids"].shape[1], 40, model.base.generation_config.eos_token_id
-    arguments: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "min_new_tokens": {"min_new_tokens": least},
         "min_length": {"min_length": width + least},
         "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
-    }[how]
+    }
+    arguments = ways[how]
     run(model, inputs, stop_policy=ALWAYS)
     early = [record.thinking_tokens for record in model.last_stop]
     assert max(early) < least
@@ -455,7 +456,11 @@ def test_whoever_reads_a_stream_from_another_thread_finds_its_records(
             held.wait()  # as where the thread is slow
 
     streamer = Stream(model.tokenizer, skip_prompt=True, timeout=60)
-    arguments = {**inputs_for(model, 1), "streamer": streamer, "stop_policy": ALWAYS}
+    arguments: dict[str, Any] = {
+        **inputs_for(model, 1),
+        "streamer": streamer,
+        "stop_policy": ALWAYS,
+    }
     thread = threading.Thread(target=partial(model.generate, max_new_tokens=60, **arguments))
     thread.start()
     try:
