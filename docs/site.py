@@ -18,6 +18,7 @@ API = (
     ("Policies", "modeling_ospruner", ("OSPrunerForCausalLM", "OSPrunerConfig")),
     ("Stopping", "modeling_ospruner", ("StopPolicyConfig", "StopRecord")),
     ("Rules", "ospruner.rules.families", ("Family", "StopRule", "parse_rule")),
+    ("Rules in generate", "ospruner.rules.live", ("generate_with_rule",)),
     ("Comparing", "ospruner.comparing", ("compare",)),
     ("Promises", "ospruner.calibrating", ("calibrate",)),
     ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat")),
