@@ -46,6 +46,9 @@ TUNINGS = {"layers": "", "queries": "queries_"}
 """What stands before the names of each tuning's numbers."""
 
 
+LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
+
+
 class Shape(NamedTuple):
     """A base's sizes. The vocabulary's share of the work is about R1-Distill-Qwen-7B's."""
 
@@ -172,10 +175,10 @@ class Paragraphs(LogitsProcessor):
         """Shapes the scores (B, V) of the next token."""
         self.pause()
         written = input_ids.shape[1] - self.prompt_tokens
-        scores = scores.index_fill(-1, self.banned.to(scores.device), -torch.inf)
+        scores = scores.index_fill(-1, self.banned.to(scores.device), LOW)
         for row, places in enumerate(self.places):
             if written + 1 in places:
-                scores[row] = -torch.inf
+                scores[row] = LOW
                 scores[row, self.break_id] = 0.0
         return scores
 

@@ -45,6 +45,9 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
+
+
 def make_base(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> PreTrainedModel:
     """A tiny Llama with a `rope_type`, and so many positions."""
     config = LlamaConfig(
@@ -80,11 +83,9 @@ class Breaks(LogitsProcessor):
         self.ends = [fmt.think_end_id, 0]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.index_fill(-1, torch.tensor(self.ends), -torch.inf)
+        scores = scores.index_fill(-1, torch.tensor(self.ends), LOW)
         if input_ids.shape[1] % 7 == 0:
-            scores = torch.full_like(scores, -torch.inf).index_fill(
-                -1, torch.tensor(self.breaks), 0.0
-            )
+            scores = torch.full_like(scores, LOW).index_fill(-1, torch.tensor(self.breaks), 0.0)
         return scores
 
 
