@@ -55,7 +55,7 @@ PEAK_GIB = 60.0  # what a training step may take
 
 
 @dataclass(frozen=True)
-class Job:
+class Check:
     """What a check is given.
 
     A request writes `tokens`, `streams` of them at a time; a training step takes `traces` of
@@ -86,7 +86,7 @@ TINY: Found = {
 }  # fmt: skip
 
 
-def check_generate(job: Job) -> Found:
+def check_generate(job: Check) -> Found:
     """Parity and speed in transformers, for each implementation of attention that is there."""
     found: Found = {}
     for kind in ("sdpa", "flash_attention_2") if DEVICE == "cuda" else ("sdpa",):
@@ -106,7 +106,7 @@ def check_generate(job: Job) -> Found:
     return {"held": all(one.get("tokens_equal", True) for one in found.values()), **found}
 
 
-def check_train(job: Job) -> Found:
+def check_train(job: Check) -> Found:
     """One optimiser step as `ospruner train` takes it: trunk, validation and saving included."""
     reasoner = Reasoner()
     tokenizer, vocabulary = reasoner.tokenizer, len(reasoner.tokenizer)
@@ -136,7 +136,7 @@ def check_train(job: Job) -> Found:
     return {"held": peak <= PEAK_GIB, "allowed_gib": PEAK_GIB, "peak_gib": peak, **found}
 
 
-def check_vllm_base(job: Job) -> Found:
+def check_vllm_base(job: Check) -> Found:
     """Writes the base and its policy, for the checks of vLLM."""
     tokenizer, folder = Reasoner().tokenizer, job.folder / "base"
     base = random_base(job.shape, tokenizer, 2048, job.seed, DEVICE, job.dtype)
@@ -153,7 +153,7 @@ def check_vllm_base(job: Job) -> Found:
 class Served:
     """vLLM, plain or with the policy, and requests that write among few tokens, breaks included."""
 
-    def __init__(self, job: Job, policy: bool, **further: Any) -> None:
+    def __init__(self, job: Check, policy: bool, **further: Any) -> None:
         from vllm import LLM
 
         from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
@@ -216,12 +216,12 @@ class Served:
         (self.job.folder / f"{name}.json").write_text(json.dumps(seen))
 
 
-def check_vllm_plain(job: Job) -> Found:
+def check_vllm_plain(job: Check) -> Found:
     """Plain vLLM at its own defaults."""
     return {"held": None, **Served(job, policy=False).speeds({}, {})}
 
 
-def check_vllm_policy(job: Job) -> Found:
+def check_vllm_policy(job: Check) -> Found:
     """The policy inside vLLM, with the graphs that vLLM captures by default."""
     early = {**VLLM_NEVER, "stop_answer": "forced", "max_answer_tokens": 8}
     served = Served(job, policy=True)
@@ -243,7 +243,7 @@ def check_vllm_policy(job: Job) -> Found:
     }
 
 
-def check_vllm_preempted(job: Job) -> Found:
+def check_vllm_preempted(job: Check) -> Found:
     """The policy where the pages are too few for all: requests are preempted and taken up again."""
     few = {"num_gpu_blocks_override": job.blocks, "disable_log_stats": False}
     served = Served(job, policy=True, **few)
@@ -253,7 +253,7 @@ def check_vllm_preempted(job: Job) -> Found:
     return {"held": preemptions > 0, "preemptions": preemptions}
 
 
-def check_vllm_parity(job: Job) -> Found:
+def check_vllm_parity(job: Check) -> Found:
     """Probabilities of stopping on vLLM's own tokens: vLLM's against transformers'."""
     dtype = getattr(torch, job.dtype)
     model = OSPrunerForCausalLM.from_pretrained(job.folder / "policy", dtype=dtype)
@@ -275,7 +275,7 @@ def check_vllm_parity(job: Job) -> Found:
     return {"held": held, "tolerance": tolerance, **found}
 
 
-def check_labels(job: Job) -> Found:
+def check_labels(job: Check) -> Found:
     """What `benchmarks/labels.py` finds here; vLLM forks on the GPU."""
     file = job.folder / "labels_numbers.json"
     quick = ["--quick"] if DEVICE == "cpu" else []
@@ -284,14 +284,14 @@ def check_labels(job: Job) -> Found:
     return {"held": None, **json.loads(file.read_text())}
 
 
-CHECKS: dict[str, Callable[[Job], Found]] = {  # in order of worth
+CHECKS: dict[str, Callable[[Check], Found]] = {  # in order of worth
     name.removeprefix("check_"): check
     for name, check in list(globals().items())
     if name.startswith("check_")
 }
 
 
-def run_child(name: str, job: Job, tiny: bool, seconds: float) -> Found:
+def run_child(name: str, job: Check, tiny: bool, seconds: float) -> Found:
     """One check in a process of its own; its output goes to a log in the folder."""
     log = job.folder / f"{name}.log"
     command = [sys.executable, __file__, "--check", name, "--folder", str(job.folder)]
@@ -324,14 +324,14 @@ def main() -> None:
         raise SystemExit("no GPU is here; --tiny runs the same checks on a CPU, at tiny sizes")
     sizes = TINY if args.tiny else {}
     if args.check:
-        job = Job(args.folder, args.tuning, args.seed, **sizes)
+        job = Check(args.folder, args.tuning, args.seed, **sizes)
         (args.folder / f"{args.check}.json").write_text(json.dumps(CHECKS[args.check](job)))
         return
     told = {"tiny": args.tiny, "seed": args.seed, "tuning": args.tuning}
     result: Found = {**told, **timing.environment(), "checks": {}}
     end = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as name:
-        job = Job(Path(name), args.tuning, args.seed, **sizes)
+        job = Check(Path(name), args.tuning, args.seed, **sizes)
         for check in args.only or CHECKS:
             found: Found = {"held": None, "not_run": "no time left"}
             if (left := end - time.monotonic()) >= 1:

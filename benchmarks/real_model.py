@@ -40,7 +40,7 @@ from typing import Any
 import timing
 
 from ospruner.provenance import hash_files, read_provenance
-from ospruner.train.labels.summary import stats_of
+from ospruner.train.labels.statistics import stats_of
 
 PROBLEMS = {
     "train": ("gsm8k", "train[:6000]", "gsm8k_train", 800),

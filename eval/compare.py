@@ -21,10 +21,18 @@ from ospruner.rules.families import Family, StopRule
 
 from .evaluation import Evaluation, trace_hash
 from .frontiers import frontiers, worth_asking
-from .intervals import REPLICATES, Choice, Rule, pool_seeds
+from .intervals import REPLICATES, Chosen, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
 from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
-from .measured import COUNT, Said, Split, family_thresholds, measure, replay_rule, spread_values
+from .measured import (
+    COUNT,
+    PolicyOutputs,
+    Split,
+    family_thresholds,
+    measure,
+    replay_rule,
+    spread_values,
+)
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
@@ -146,7 +154,7 @@ def compare(
         full = replay_full(there)
         for of in of_method.values():
             if len(of) > 1:
-                taken = Choice(of, full, there.problem_index, variant).taken()
+                taken = Chosen(of, full, there.problem_index, variant).taken()
                 same = (taken.method, taken.parameter)
                 rules = [taken if (one.method, one.parameter) == same else one for one in rules]
         areas, points = frontiers(of_method, there, table, prices, replicates)
@@ -220,7 +228,7 @@ def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outco
 
 
 def _with_thresholds(
-    uses: Sequence[PolicyUse], said: dict[str, list[Said]], choose_on: TraceTable
+    uses: Sequence[PolicyUse], said: dict[str, list[PolicyOutputs]], choose_on: TraceTable
 ) -> list[PolicyUse]:
     """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
 
@@ -257,7 +265,7 @@ def policy_thresholds(
     return tuple(sorted({0.0, 1.0, *values}, reverse=True))
 
 
-def replay_use(use: PolicyUse, split: Split, said: Said) -> Outcome:
+def replay_use(use: PolicyUse, split: Split, said: PolicyOutputs) -> Outcome:
     """What a policy does on labelled traces, charged for what it computes to decide."""
     table, config = split.table, use.config
     if table.flops is not None and said.read_flops is not None:

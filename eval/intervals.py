@@ -53,7 +53,7 @@ class Rule:
     parameter_name: str = ""
     seeds: tuple[Outcome, ...] = ()
     validation: tuple[Outcome, ...] = ()
-    choice: Choice | None = None
+    choice: Chosen | None = None
     went_by: npt.NDArray[Any] | None = None
 
     @property
@@ -73,7 +73,7 @@ class Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class Chosen:
     """How a rule was chosen on validation, so that each resample can choose again.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from .intervals import Choice, Rule
+from .intervals import Chosen, Rule
 from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
 from .table import BoolArray, FloatArray, TraceTable
 
@@ -86,7 +86,7 @@ def best_fixed(unit: Literal["tokens", "step"], validation: TraceTable, test: Tr
         Rule(name, replayed(test, v), float(v), unit, validation=(replayed(validation, v),))
         for v in values
     ]
-    return Choice(candidates, replay_full(validation), validation.problem_index).taken()
+    return Chosen(candidates, replay_full(validation), validation.problem_index).taken()
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ _ANSWER_COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class PolicyOutputs:
     """What a policy says at the step ends of N traces of up to T steps, and what that costs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Said:
     read_flops: FloatArray | None = None
 
 
-def _nothing_said(use: PolicyUse) -> Said:
+def _nothing_said(use: PolicyUse) -> PolicyOutputs:
     raise ValueError(f"{use.path} is a policy, and these traces do not know what policies say")
 
 
@@ -88,7 +88,7 @@ class Split:
     compute: Compute | None = None
     same: Same = operator.eq
     thinking_entropy: Callable[[], FloatArray] | None = None
-    said: Callable[[PolicyUse], Said] = _nothing_said
+    said: Callable[[PolicyUse], PolicyOutputs] = _nothing_said
 
 
 @dataclass(frozen=True, eq=False)

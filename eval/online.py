@@ -54,7 +54,7 @@ How = PolicyUse | StopRule | None
 
 
 @dataclass(frozen=True)
-class Asked:
+class OnlineProblems:
     """A labelled problem, as the base was asked it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Asked:
     prompt_ids: Sequence[int]
 
     @classmethod
-    def of_labels(cls, traces: Any, limit: int | None = None) -> list[Asked]:
+    def of_labels(cls, traces: Any, limit: int | None = None) -> list[OnlineProblems]:
         """The problems of labels, each once, in order.
 
         Args:
@@ -78,7 +78,7 @@ class Asked:
         """
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        found: dict[str, Asked] = {}
+        found: dict[str, OnlineProblems] = {}
         columns = ["problem_id", "problem", "answer", "family", "prompt_ids"]
         for row in traces.select_columns(columns):
             problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
@@ -155,9 +155,9 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def evaluate_online(
-    problems: Sequence[Asked],
+    problems: Sequence[OnlineProblems],
     methods: Sequence[PolicyUse | StopRule],
-    generate: Callable[[How, Sequence[Asked], int], list[SampleRow]],
+    generate: Callable[[How, Sequence[OnlineProblems], int], list[SampleRow]],
     settings: LabelSettings,
     about: Mapping[str, Any],
     out: str | Path | None = None,
@@ -291,7 +291,7 @@ class Generator:
         self._eos = end_ids(base.generation_config, tokenizer)
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
 
-    def run(self, how: How, batch: Sequence[Asked], first_problem: int) -> list[SampleRow]:
+    def run(self, how: How, batch: Sequence[OnlineProblems], first_problem: int) -> list[SampleRow]:
         """One method on some problems: a row for each sample, those of a problem together.
 
         Args:
@@ -358,7 +358,7 @@ class Generator:
     def _rows(
         self,
         how: How,
-        asked: Sequence[Asked],
+        asked: Sequence[OnlineProblems],
         generated: Sequence[Sequence[int]],
         records: Sequence[StopRecord],
     ) -> Iterator[SampleRow]:
@@ -413,7 +413,7 @@ class Generator:
 
     def _forked(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[OnlineProblems],
         generated: Sequence[Sequence[int]],
         found: Sequence[tuple[int, str]],
         answers: Mapping[int, Any],
@@ -436,7 +436,7 @@ class Generator:
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _grade(self, answer: str | None, asked: Asked) -> float:
+    def _grade(self, answer: str | None, asked: OnlineProblems) -> float:
         """An answer's grade; no verdict counts as wrong."""
         return self.task.grade(answer or None, asked.problem) or 0.0
 
@@ -452,7 +452,7 @@ class Generator:
             kept = kept[: closed + 1]
         return kept
 
-    def _flops(self, asked: Asked, how: How, row: SampleRow, record: StopRecord) -> float:
+    def _flops(self, asked: OnlineProblems, how: How, row: SampleRow, record: StopRecord) -> float:
         """What a row has cost; the full trace is charged for its forced answer, as in replay."""
         forced = len(self.fmt.forced_suffix(self.settings.answer))
         compute = Compute(self._work, np.array([len(asked.prompt_ids)]), forced)

@@ -21,10 +21,10 @@ from ospruner.eval.compare import Method, Report
 from ospruner.eval.compute import Compute, ModelWork
 from ospruner.eval.frontiers import worth_asking
 from ospruner.eval.intervals import REPLICATES, Rule
-from ospruner.eval.measured import Said, Split, thinking_entropies
+from ospruner.eval.measured import PolicyOutputs, Split, thinking_entropies
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
-from ospruner.eval.online import Asked, Generator, evaluate_online
+from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.report.summary import results_of
 from ospruner.eval.report.viewer import PricesShown, trace_views
@@ -32,9 +32,9 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
-from ospruner.train.bases import load_labelled_base
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import Labels, labels_of
+from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
@@ -136,11 +136,11 @@ class Judged:
             self._said[path] = predict_outputs(policy, self._kept, progress=self.progress)
         return self._said[path]
 
-    def said(self, use: PolicyUse) -> Said:
+    def said(self, use: PolicyUse) -> PolicyOutputs:
         """What a policy, or a verifier, says at each step."""
         if use.config.method == "flashthink":
             return self._verdicts(use.path)
-        return Said(self.predicted(use.path).probabilities)
+        return PolicyOutputs(self.predicted(use.path).probabilities)
 
     def generator(self, settings: LabelSettings) -> Generator:
         """Generates on the labels' problems.
@@ -167,7 +167,7 @@ class Judged:
             self.traces, self.split.table, rules, went_by, self.tokenizer, VIEWED, shown
         )
 
-    def _verdicts(self, path: str) -> Said:
+    def _verdicts(self, path: str) -> PolicyOutputs:
         """FlashThink's; all that the verifier reads until a stop is charged."""
         verifier = Verifier.load(path, self.settings)
         tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
@@ -180,7 +180,7 @@ class Judged:
         # At its natural end a trace needs no verdict: the verifier has read to the step before.
         read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)
         flops = ModelWork.of_config(verifier.base.config).read(0, read)
-        return Said(lambda price: probabilities, read, flops)
+        return PolicyOutputs(lambda price: probabilities, read, flops)
 
 
 def compare(
@@ -267,8 +267,8 @@ def compare(
         settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
         taken = [_generated(one) for one in wanted]
         evaluation = evaluate_online(
-            Asked.of_labels(ours.traces, limit), taken, ours.generator(settings).run, settings,
-            named, out, batch_problems=batch_problems, progress=progress,
+            OnlineProblems.of_labels(ours.traces, limit), taken, ours.generator(settings).run,
+            settings, named, out, batch_problems=batch_problems, progress=progress,
         )  # fmt: skip
         asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
         return Report(evaluation, results_of(evaluation, variant=variant, prices=asked_prices))

@@ -36,11 +36,11 @@ from modeling_ospruner.policy_ospruner import is_quantised, price_logits
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
-from .bases import labelled_tokenizer, load_labelled_base
 from .batches import EpochBatches, micro_batches, share_of
 from .config import Stage, StopConfig
 from .flashthink import load_verifier_base, verifier_traces
 from .label_sets import LabelSource, labels_of, refuse_ungraded, split_labels, usable_rows
+from .labelled_base import labelled_tokenizer, load_labelled_base
 from .objective import batch_loss, loss_weight
 from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-__all__ = ["Column", "Columns", "Paragraph", "Question", "Source", "columns_html"]
+__all__ = ["AppColumn", "Columns", "Paragraph", "Question", "Source", "columns_html"]
 
 REASONS = {
     "policy": "stopped by the policy",
@@ -57,7 +57,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Column:
+class AppColumn:
     """One column, at any moment; the last paragraph may be incomplete."""
 
     thinking: Sequence[Paragraph] = ()
@@ -68,7 +68,7 @@ class Column:
     done: bool = False
 
 
-Columns = Generator[Column, None, None]
+Columns = Generator[AppColumn, None, None]
 """One column, again and again while it grows; closing it ends its generation."""
 
 
@@ -88,7 +88,7 @@ class Source(Protocol):
         """
 
 
-def columns_html(plain: Column, pruned: Column) -> str:
+def columns_html(plain: AppColumn, pruned: AppColumn) -> str:
     """The two columns with what was saved, as HTML; every text in it is escaped."""
     numbers = []
     for name, before, after, digits in (
@@ -99,8 +99,8 @@ def columns_html(plain: Column, pruned: Column) -> str:
         saved = f"{share:.0%} saved" if share >= 0 else f"{-share:.0%} more"
         change = f"{before:,.{digits}f} → {after:,.{digits}f} {name}"
         numbers.append((saved if plain.done and pruned.done else "…", change))
-    if plain == pruned == Column():
+    if plain == pruned == AppColumn():
         numbers = []
     return _TEMPLATE.render(
-        plain=plain, pruned=pruned, numbers=numbers, reasons=REASONS, empty=Column()
+        plain=plain, pruned=pruned, numbers=numbers, reasons=REASONS, empty=AppColumn()
     )

@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-from .columns import Column, Columns, Paragraph, Question
+from .columns import AppColumn, Columns, Paragraph, Question
 
 __all__ = ["LocalSource"]
 
@@ -114,7 +114,7 @@ class _Written(StoppingCriteria):
         self._ids = input_ids[0, self._width :].tolist()
         return torch.full((1,), self.ended, device=input_ids.device)
 
-    def column(self, done: bool) -> Column:
+    def column(self, done: bool) -> AppColumn:
         """The ids as paragraphs and answer."""
         ids, record, fmt = self._ids, self._record, self._model.token_format
         tokenizer: Any = self._model.tokenizer
@@ -134,7 +134,7 @@ class _Written(StoppingCriteria):
         answer = str(tokenizer.decode(rest, skip_special_tokens=True))
         if marker is not None:
             answer = answer.partition(marker.literal)[2]
-        return Column(
+        return AppColumn(
             paragraphs,
             answer.strip(),
             tokens,

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
-from .columns import Column, Columns, Paragraph, Question
+from .columns import AppColumn, Columns, Paragraph, Question
 
 __all__ = ["ServedSource"]
 
@@ -85,7 +85,9 @@ class ServedSource:
                     now = time.perf_counter()
                     if pruned and now - looked > _RECORD_SECONDS:
                         record, looked = self._told(f"stops/{name}") or record, now
-                    yield Column(_paragraphs(pieces, record), answer.strip(), tokens, now - began)
+                    yield AppColumn(
+                        _paragraphs(pieces, record), answer.strip(), tokens, now - began
+                    )
         except self._error as error:
             status = vars(error).get("status_code")
             if status is None or status >= 500:
@@ -97,7 +99,7 @@ class ServedSource:
         seconds = time.perf_counter() - began
         record = (self._told(f"stops/{name}") or record) if pruned else {}
         reason = record.get("reason") or ("natural" if answer else "length")
-        yield Column(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
+        yield AppColumn(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
 
     def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
         return self._client.chat.completions.create(

@@ -144,7 +144,7 @@ def labels_regrade(
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
     from ospruner.train.labels.label import regrade
-    from ospruner.train.labels.summary import told_regraded
+    from ospruner.train.labels.statistics import told_regraded
 
     with _bars() as bars:
         said, numbers = told_regraded(regrade(folder, bars, allow_code))
@@ -306,7 +306,7 @@ def app_command(
     browser: Annotated[bool, opt("Open a browser, too.", "--browser")] = False,
 ) -> None:
     """Open a page that asks the base as it is and pruned, side by side."""
-    from ospruner.app.page import PIP_LINE, open_app, open_source
+    from ospruner.app.web import PIP_LINE, open_app, open_source
     from ospruner.optional import needed
 
     needed("gradio", "the page of `ospruner app`", PIP_LINE)
@@ -469,7 +469,7 @@ def _number(text: str) -> float:
 
 
 def _print_labels(out: Path, json_file: Path | None) -> None:
-    from ospruner.train.labels.summary import stats_of, told
+    from ospruner.train.labels.statistics import stats_of, told
 
     stats = stats_of(out)
     console.print(told(out, stats), highlight=False)
@@ -482,7 +482,7 @@ def _stoppable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from ospruner.train.labels.summary import told_stopped
+        from ospruner.train.labels.statistics import told_stopped
 
         console.print(told_stopped(out), highlight=False)
         raise typer.Exit(130) from None

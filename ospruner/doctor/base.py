@@ -25,14 +25,14 @@ from ospruner.engines.transformers.choosing import unsteady
 from ospruner.formats import guess
 
 from .description import boundary_ids, describe, faults
-from .findings import Finding, Report, unreachable
+from .findings import Diagnosis, Finding, unreachable
 
 ABSENT = (OSError, HfHubHTTPError, OfflineModeIsEnabled)
 """What the Hub client raises where a repository, a file or the network is missing."""
 
 
 def examine_base(
-    where: str, revision: str | None, chosen: ReasoningFormat | None, report: Report
+    where: str, revision: str | None, chosen: ReasoningFormat | None, report: Diagnosis
 ) -> None:
     """Whether a policy can be made for a base, and how it thinks.
 
@@ -138,7 +138,7 @@ def thinking(
     revision: str | None,
     config: PreTrainedConfig,
     chosen: ReasoningFormat | None,
-    report: Report,
+    report: Diagnosis,
 ) -> Iterator[Finding]:
     """How the format was understood, and what of it does not fit the tokenizer.
 

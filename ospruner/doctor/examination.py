@@ -22,7 +22,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.formats import named
 
 from .base import examine_base
-from .findings import Finding, Report, unreachable
+from .findings import Diagnosis, Finding, unreachable
 from .policy import examine_policy
 
 _NEEDED = ("torch", "transformers", "huggingface_hub", "safetensors")
@@ -33,7 +33,7 @@ def examine(
     subject: str | None = None,
     revision: str | None = None,
     reasoning_format: ReasoningFormat | None = None,
-) -> Report:
+) -> Diagnosis:
     """Looks at the environment and, where given, at a base or a policy.
 
     Args:
@@ -41,7 +41,7 @@ def examine(
         revision: of the subject on the Hub.
         reasoning_format: of a base; None guesses it from the tokenizer. (A policy holds its own.)
     """
-    report = Report(subject, sections={"Environment": list(environment())})
+    report = Diagnosis(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report
     try:

@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """Everything that was found.
 
     Attributes:

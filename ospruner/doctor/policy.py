@@ -17,10 +17,10 @@ from modeling_ospruner.modeling_ospruner import WEIGHTS, check_base, empty_polic
 from ospruner.hub_cards.staging import code_files
 
 from .base import ABSENT, skeleton, thinking
-from .findings import Finding, Report
+from .findings import Diagnosis, Finding
 
 
-def examine_policy(where: str, revision: str | None, report: Report) -> None:
+def examine_policy(where: str, revision: str | None, report: Diagnosis) -> None:
     """Whether a policy's repository is whole, and fits the base that it pins.
 
     Args:

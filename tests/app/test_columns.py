@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from ospruner.app.columns import Column, Paragraph, columns_html
+from ospruner.app.columns import AppColumn, Paragraph, columns_html
 
-PLAIN = Column(
+PLAIN = AppColumn(
     [Paragraph("a\n\n", 10), Paragraph("b\n\n", 20), Paragraph("c\n\n", 40)],
     "3", 40, 8.0, "natural", True,
 )  # fmt: skip
-PRUNED = Column(
+PRUNED = AppColumn(
     [Paragraph("a\n\n", 10, 0.1), Paragraph("b\n\n", 20, 0.75)], "3", 20, 5.0, "policy", True
 )
 
@@ -39,11 +39,11 @@ def test_what_the_policy_spared_is_marked_and_counted() -> None:
 
 
 def test_nothing_is_claimed_before_both_are_complete() -> None:
-    growing = Column([Paragraph("a", 10)], "", 10, 1.0, None, False)
+    growing = AppColumn([Paragraph("a", 10)], "", 10, 1.0, None, False)
     html = columns_html(growing, PRUNED)
     assert "saved" not in html
     assert "thinking…" in html
-    later = columns_html(PLAIN, Column([Paragraph("a\n\n", 10, 0.1)], "", 10, 1.0, None, False))
+    later = columns_html(PLAIN, AppColumn([Paragraph("a\n\n", 10, 0.1)], "", 10, 1.0, None, False))
     assert "osp-spared" not in later
 
 
@@ -53,7 +53,7 @@ def test_more_tokens_than_the_base_are_said_to_be_more() -> None:
 
 @pytest.mark.parametrize("hostile", ["<script>x()</script>", '"><img src=x onerror=y()>', "a & b"])
 def test_texts_are_escaped(hostile: str) -> None:
-    column = Column([Paragraph(hostile, 3, 0.5)], hostile, 3, 1.0, "natural", True)
+    column = AppColumn([Paragraph(hostile, 3, 0.5)], hostile, 3, 1.0, "natural", True)
     html = columns_html(column, column)
     assert hostile not in html
     assert "<script" not in html
@@ -61,6 +61,6 @@ def test_texts_are_escaped(hostile: str) -> None:
 
 
 def test_a_policy_that_gave_nan_shows_no_number() -> None:
-    broken = Column([Paragraph("a", 3, float("nan"))], "", 3, 1.0, None, False)
+    broken = AppColumn([Paragraph("a", 3, float("nan"))], "", 3, 1.0, None, False)
     assert "no probability" in columns_html(PLAIN, broken)
     assert "nan" not in columns_html(PLAIN, broken)

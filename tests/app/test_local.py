@@ -11,9 +11,9 @@ import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app import local
-from ospruner.app.columns import Column, Question
+from ospruner.app.columns import AppColumn, Question
 from ospruner.app.local import LocalSource
-from ospruner.app.page import open_source, shown
+from ospruner.app.web import open_source, shown
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
@@ -63,7 +63,7 @@ def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> s
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
-def text_of(column: Column) -> str:
+def text_of(column: AppColumn) -> str:
     return "".join(one.text for one in column.thinking)
 
 

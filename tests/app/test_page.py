@@ -10,7 +10,7 @@ import pytest
 
 from ospruner.app.columns import Columns, Question
 from ospruner.app.local import LocalSource
-from ospruner.app.page import running_app
+from ospruner.app.web import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained

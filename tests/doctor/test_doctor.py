@@ -21,7 +21,7 @@ from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.doctor.examination import examine, unmet
-from ospruner.doctor.findings import Report
+from ospruner.doctor.findings import Diagnosis
 from ospruner.engines.opening import load_tokenizer
 from ospruner.formats import HARMONY
 from ospruner.train.labels.label import read_format
@@ -50,7 +50,7 @@ def base(tmp_path: Path) -> Path:
     return Path(shutil.copytree(REASONER, tmp_path / "base"))
 
 
-def value_of(report: Report, name: str) -> str:
+def value_of(report: Diagnosis, name: str) -> str:
     (value,) = (o.value for found in report.sections.values() for o in found if o.name == name)
     return value
 

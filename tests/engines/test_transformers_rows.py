@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ospruner.engines import SamplingSettings, TransformersEngine
 from ospruner.engines.interface import TokenCount
 from ospruner.engines.transformers import batch, choosing, memory
-from ospruner.engines.transformers.batch import Batch, SlotLayer, fast_attention, joined, padded
+from ospruner.engines.transformers.batch import RowBatch, SlotLayer, fast_attention, joined, padded
 from ospruner.engines.transformers.choosing import choose
 
 from .conftest import ARCHITECTURES, make_base
@@ -167,7 +167,7 @@ def test_rows_are_kept_repeated_and_joined(tiny_base: Qwen2ForCausalLM) -> None:
         for pieces in (2**24, 64):  # the mask of a pass
             with mock.patch.object(batch, "_MASK_NUMBERS", pieces):
                 texts = [text(size) for size in (9, 4, 30)]
-                rows_ = Batch(tiny_base, TokenCount(), packed=True)
+                rows_ = RowBatch(tiny_base, TokenCount(), packed=True)
                 check(texts, rows_.feed(*padded(texts)))
                 rows_ = rows_.take([1, 0, 1])
                 assert rows_.columns == 9
@@ -176,7 +176,7 @@ def test_rows_are_kept_repeated_and_joined(tiny_base: Qwen2ForCausalLM) -> None:
                 texts = [[*one, *added] for one, added in zip(texts, more, strict=True)]
                 check(texts, rows_.feed(torch.tensor(more)))
                 new = [text(40), text(7)]
-                other = Batch(tiny_base, TokenCount(), packed=True)
+                other = RowBatch(tiny_base, TokenCount(), packed=True)
                 other.feed(*padded(new))
                 rows_ = joined([(rows_, [2, 0], None), (other, [0, 1], None)])
                 texts = [texts[2], texts[0], *new]

@@ -13,7 +13,7 @@ from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
 from ospruner.eval.compare import Method, Report, compare, policy_thresholds, replay_use
 from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
-from ospruner.eval.measured import COUNT, Said, Split
+from ospruner.eval.measured import COUNT, PolicyOutputs, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.results import Results
@@ -58,11 +58,11 @@ def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
     return str(folder)
 
 
-def said(of: Split, use: PolicyUse) -> Said:
+def said(of: Split, use: PolicyUse) -> PolicyOutputs:
     """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
     noise = np.random.default_rng(len(use.path)).random(of.table.mask.shape)
     pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
-    return Said(lambda price: pi)
+    return PolicyOutputs(lambda price: pi)
 
 
 def knowing(of: Split) -> Split:
@@ -168,7 +168,7 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
         return np.zeros(TEST.table.mask.shape)
 
     for other in (*parse_policies([saved(tmp_path / "ours")]), use):
-        replay_use(other, TEST, Said(at))
+        replay_use(other, TEST, PolicyOutputs(at))
     assert asked == [1e-3, None]
     free = replay_use(use, TEST, TEST.said(use))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)

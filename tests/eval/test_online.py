@@ -20,7 +20,7 @@ from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reason
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import bootstrap_interval
 from ospruner.eval.methods import PolicyUse, parse_policies
-from ospruner.eval.online import Asked, Generator, SampleRow, evaluate_online, read_journal
+from ospruner.eval.online import Generator, OnlineProblems, SampleRow, evaluate_online, read_journal
 from ospruner.eval.problems.task import Math
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
@@ -35,7 +35,7 @@ SETTINGS = LabelSettings(
     max_answer_tokens=MAX_ANSWER_TOKENS,
 )
 GREEDY = dataclasses.replace(SETTINGS, samples_per_problem=1, temperature=0.0)
-PROBLEMS = [Asked(problem, [5]) for problem in draw_split("test", 5, 0)]
+PROBLEMS = [OnlineProblems(problem, [5]) for problem in draw_split("test", 5, 0)]
 
 
 class Counting:
@@ -45,7 +45,7 @@ class Counting:
         self.runs: list[tuple[str, int]] = []
         self.fail_at = fail_at
 
-    def __call__(self, how: Any, batch: Sequence[Asked], first: int) -> list[SampleRow]:
+    def __call__(self, how: Any, batch: Sequence[OnlineProblems], first: int) -> list[SampleRow]:
         if len(self.runs) == self.fail_at:
             raise KeyboardInterrupt
         self.runs.append(("full" if how is None else f"{how.threshold:g}", first))
@@ -151,7 +151,9 @@ def generated(
     """Online on labels' problems; in float32, in which the reasoner labels."""
     settings = dataclasses.replace(reasoner.label_settings(0), temperature=0.0, **changes)
     run, about = generator(reasoner, settings).run, {"model": "toy", "benchmark": "toy"}
-    return evaluate_online(Asked.of_labels(labels), methods, run, settings, about, batch_problems=4)
+    return evaluate_online(
+        OnlineProblems.of_labels(labels), methods, run, settings, about, batch_problems=4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +237,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
     assert None not in [row.natural_correct for row in ended]
 
 
-def _asked(reasoner: Reasoner, count: int) -> list[Asked]:
+def _asked(reasoner: Reasoner, count: int) -> list[OnlineProblems]:
     task, tokenizer, fmt = Math(), reasoner.tokenizer, reasoner.token_format
     found = []
     for problem in draw_split("test", count, 0):
@@ -243,7 +245,7 @@ def _asked(reasoner: Reasoner, count: int) -> list[Asked]:
         ids: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
-        found.append(Asked(problem, ids))
+        found.append(OnlineProblems(problem, ids))
     return found
 
 

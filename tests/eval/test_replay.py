@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.intervals import (
-    Choice,
+    Chosen,
     Resampled,
     Rule,
     pool_seeds,
@@ -89,7 +89,7 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
             )
         ]
         base = replace(long, tokens=np.full(40, 9.0))
-        taken = Choice(rules, base, np.arange(40), accurate).taken()
+        taken = Chosen(rules, base, np.arange(40), accurate).taken()
         assert taken.parameter == int(wins < 20)
         return taken
 

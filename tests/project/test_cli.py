@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ospruner.cli import app, commands
 from ospruner.cli.fields import Fields, LazyGroup, fields_of, whole_commands, with_fields
-from ospruner.doctor.findings import Finding, Report
+from ospruner.doctor.findings import Diagnosis, Finding
 from ospruner.progress import PhaseBars
 
 
@@ -146,7 +146,7 @@ def test_brackets_in_paths_and_names_are_printed_as_they_are() -> None:
     name = "runs/[v2]/[bold]x[/bold]"
     table = Table(title=name)
     table.add_row(name)
-    report = Report(name, sections={name: [Finding(name, name, "wrong", name)]})
+    report = Diagnosis(name, sections={name: [Finding(name, name, "wrong", name)]})
     console = commands.console
     with console.capture() as written:
         console.print(f"Policy: {name}", table, soft_wrap=True)

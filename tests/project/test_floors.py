@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
@@ -143,6 +144,13 @@ def test_every_file_keeps_the_floors() -> None:
     assert {path: what for path, what in found.items() if what} == {}
 
 
+def test_no_two_things_have_one_name() -> None:
+    classes = [node.name for tree in PACKAGES.values() for node in ast.walk(tree)
+               if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]  # fmt: skip
+    files = [path.stem for path in PACKAGES if path.name != "__init__.py"]
+    assert [name for name, count in Counter([*classes, *files]).items() if count > 1] == []
+
+
 def test_no_circle_of_imports() -> None:
     modules = {module_name(path) for path in PACKAGES}
     graph: dict[str, set[str]] = {}
@@ -162,7 +170,7 @@ def test_no_circle_of_imports() -> None:
     [
         ("ospruner/engines/vllm.py", "import ospruner.train.trainer", "imports up"),
         ("ospruner/engines/vllm.py", "from ..eval import replay", "imports up"),
-        ("train/labels/rows.py", "def f():\n    from ..objective import g", "imports up"),
+        ("train/labels/labelling.py", "def f():\n    from ..objective import g", "imports up"),
         ("eval/replay.py", "from eval.stopping import f", "bare import of eval"),
         ("eval/replay.py", "from tests.conftest import x", "a package imports tests"),
         ("modeling_ospruner/policy_ospruner.py", "from . import x", "only as `from .x import y`"),

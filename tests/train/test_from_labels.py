@@ -17,8 +17,8 @@ from ospruner.comparing import compare
 from ospruner.demo import REASONER
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import read_provenance
-from ospruner.train.bases import load_labelled_base
 from ospruner.train.label_sets import held_out_split, load_labels, load_mix
+from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.store import LabelStore

@@ -30,8 +30,8 @@ from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
 from ospruner.rules import Budget
 from ospruner.serving.requests import StopRequest
-from ospruner.train.bases import load_labelled_base
 from ospruner.train.label_sets import load_labels
+from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.predicting import predict_outputs
 from ospruner.train.untrained import untrained

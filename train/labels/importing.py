@@ -13,7 +13,7 @@ from ospruner.engines.interface import Sampled
 from ospruner.eval.problems.problem import Problem, first_of, problems_from_rows, read_rows
 from ospruner.eval.problems.sources import text_key
 
-from .rows import Labeller, TraceKey
+from .labelling import Labeller, TraceKey
 
 __all__ = ["ImportedTrace", "read_traces"]
 

@@ -36,10 +36,10 @@ from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenan
 
 from .folder import MANIFEST, check_folder, data_hash, read_labels, read_manifest
 from .importing import ImportedTrace, read_traces
+from .labelling import Labeller, grade_rows
 from .loading import load_splits
 from .making import label_problems
 from .on_ray import Worker, label_with_ray
-from .rows import Labeller, grade_rows
 from .store import LabelStore
 
 __all__ = [

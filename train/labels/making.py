@@ -25,10 +25,10 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .importing import ImportedTrace
-from .rows import Labeller, TraceKey, grade_rows
+from .labelling import Labeller, TraceKey, grade_rows
 from .store import Chunk, LabelStore
 
-__all__ = ["Labeller", "Stream", "label_problems", "label_stored"]
+__all__ = ["LabelStream", "Labeller", "label_problems", "label_stored"]
 
 
 def label_problems(
@@ -96,7 +96,7 @@ def label_problems(
         progress("sample", total - len(todo), total)
         left = deque(todo)
         take = lambda: left.popleft() if left else None  # noqa: E731
-        Stream(labeller, running, take, store.commit, chunk_traces, given, told).run()
+        LabelStream(labeller, running, take, store.commit, chunk_traces, given, told).run()
 
     wanted = [trace.key for trace in imported] or None
     return label_stored(labeller.settings, problems, out_dir, work, wanted, retry_failed, source)
@@ -176,7 +176,7 @@ def _refuse_other_problems(store: LabelStore, given: Mapping[str, Problem]) -> N
             )
 
 
-class Stream:
+class LabelStream:
     """Labels traces with an engine, as its `TraceDesk`, and tells whose its errors are.
 
     Traces are committed once a quarter of the window is finished and no other can be begun before.
@@ -309,7 +309,7 @@ class Stream:
             one = iter([key])
             take = lambda one=one: next(one, None)  # noqa: E731
             rest = (tried.append, 1, self._given, self._told, True)
-            Stream(self._labeller, self._engine, take, *rest).run()
+            LabelStream(self._labeller, self._engine, take, *rest).run()
         failed = sum(len(chunk.failed) for chunk in tried)
         if failed == len(suspects) > 1 and not self._done_since_error:
             raise suspects[0][1]  # the engine is broken, not they

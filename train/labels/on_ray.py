@@ -19,8 +19,8 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.optional import needed
 from ospruner.progress import Progress, silent
 
-from .making import Stream, label_stored
-from .rows import Labeller, TraceKey
+from .labelling import Labeller, TraceKey
+from .making import LabelStream, label_stored
 from .store import Chunk, LabelStore
 
 __all__ = ["UnfinishedRunError", "Worker", "label_with_ray"]
@@ -233,7 +233,7 @@ class _Actor:
             ray.get(self._foreman.hand_in.remote(self._number, chunk, effects))
 
         try:
-            Stream(self._labeller, self._engine, take, hand_in, self._window).run()
+            LabelStream(self._labeller, self._engine, take, hand_in, self._window).run()
         except Exception as error:  # noqa: BLE001 - told to whoever started the run
             return f"{type(error).__name__}: {error}"
         return ""

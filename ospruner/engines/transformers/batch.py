@@ -159,7 +159,7 @@ def _room(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return like.new_empty(rows, like.shape[1], columns + spare_columns(columns), like.shape[3])
 
 
-class Batch:
+class RowBatch:
     """Rows that decode side by side.
 
     Args:
@@ -228,7 +228,7 @@ class Batch:
         zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
         return torch.where(visible, zero, torch.finfo(zero.dtype).min)
 
-    def take(self, rows: Sequence[int]) -> Batch:
+    def take(self, rows: Sequence[int]) -> RowBatch:
         """A batch of some of the rows; of one that is not packed nothing else is left."""
         if self.packed:
             return joined([(self, rows, None)])
@@ -238,7 +238,7 @@ class Batch:
         return self
 
 
-def joined(parts: Sequence[tuple[Batch, Sequence[int], Sequence[int] | None]]) -> Batch:
+def joined(parts: Sequence[tuple[RowBatch, Sequence[int], Sequence[int] | None]]) -> RowBatch:
     """A batch of rows of packed batches, all of which end in the same column.
 
     Args:

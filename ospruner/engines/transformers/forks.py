@@ -14,7 +14,7 @@ from ospruner.logits import greedy, top_entropy
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from ..rows import Branch
-from .batch import Batch, joined, padded
+from .batch import RowBatch, joined, padded
 from .choosing import batch_noise, greedy_alone, is_close, option_scores
 
 TOGETHER = 128
@@ -28,7 +28,7 @@ class Forks:
 
     Attributes:
         model: a causal LM.
-        packed: rows of its cache can be copied, see `Batch`.
+        packed: rows of its cache can be copied, see `RowBatch`.
         suffix_ids: put after each cut.
         max_new_tokens: cap on each answer.
         stop: makes the rule that completes one answer.
@@ -77,7 +77,7 @@ class Forks:
         size = max(1, _PASS_TOKENS // max(map(len, texts)))
         trunks = []
         for low in range(0, len(texts), size):
-            trunks.append(Batch(self.model, self.count, packed=True))
+            trunks.append(RowBatch(self.model, self.count, packed=True))
             trunks[-1].feed(*padded(texts[low : low + size], at_left=False))
         # Of forks in the order of their cuts, little is copied that they do not see.
         rows = [(branch, row) for row, own in enumerate(branches) for branch in own]
@@ -93,7 +93,7 @@ class Forks:
 
     def _walk(self, fork: ForkRequest, branches: Sequence[Branch]) -> None:
         """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
-        batch = Batch(self.model, self.count, packed=False)
+        batch = RowBatch(self.model, self.count, packed=False)
         text = [*fork.prompt_ids, *fork.trace_ids]
         for branch in sorted(branches, key=lambda one: len(one.kept)):
             end = len(branch.kept) - len(self.suffix_ids)
@@ -103,7 +103,7 @@ class Forks:
             forked.cache = copy.deepcopy(batch.cache)
             self._decode(forked, [branch])
 
-    def _decode(self, batch: Batch, branches: Sequence[Branch]) -> None:
+    def _decode(self, batch: RowBatch, branches: Sequence[Branch]) -> None:
         """Runs the suffix in each row of a batch, then decodes until all answers are complete."""
         logits = batch.feed(torch.tensor(self.suffix_ids).expand(len(branches), -1))
         while True:

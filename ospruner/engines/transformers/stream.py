@@ -20,7 +20,7 @@ from ..interface import (
     TraceRequest,
 )
 from ..rows import SamplingRow
-from .batch import Batch, joined, padded
+from .batch import RowBatch, joined, padded
 from .choosing import batch_noise, choose, run_alone
 from .forks import TOGETHER, Forks
 
@@ -98,10 +98,10 @@ class Stream:
             real = torch.tensor([[row is not None] for row in rows])
             self._choose(rows, live, batch.feed(ids, real)[live])
 
-    def _batch(self) -> Batch:
-        return Batch(self.model, self.engine.sample_counts, self.engine.packed)
+    def _batch(self) -> RowBatch:
+        return RowBatch(self.model, self.engine.sample_counts, self.engine.packed)
 
-    def _prefill(self, rows: Sequence[SamplingRow]) -> tuple[Batch, torch.Tensor]:
+    def _prefill(self, rows: Sequence[SamplingRow]) -> tuple[RowBatch, torch.Tensor]:
         """Runs prompts, each once; the batch, and the logits (B, V) after each."""
         batch = self._batch()
         prompts = [tuple(row.request.prompt_ids) for row in rows]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..rows import RowCore, ServedRow, in_json, log_off
+from ..core import RowCore, ServedRow, in_json, log_off
 from .custom_params import excluded, server_defaults
 
 __all__ = ["Stopper"]

@@ -21,7 +21,7 @@ from torch import nn
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm
 
-from ..policies import (
+from ..checks import (
     Weights,
     Works,
     check_policy,

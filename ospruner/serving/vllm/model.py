@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm
 
-from ..policies import (
+from ..checks import (
     Weights,
     Works,
     check_base_weights,

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 
+from ..core import GRAMMAR, ServedRow, in_json, log_off
 from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
-from ..rows import GRAMMAR, ServedRow, in_json, log_off
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER, parser_of
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
-from ..policies import Works
+from ..checks import Works
 
 __all__ = ["QUERIES_WORK", "Pages", "share_pages"]
 

@@ -16,8 +16,8 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 
+from ..core import GRAMMAR, RowCore, ServedRow
 from ..requests import DEFAULTS, ID, StopRequest
-from ..rows import GRAMMAR, RowCore, ServedRow
 from .monitoring import StopRoutes, count_ended, count_off
 from .plugin import ARCHITECTURE, PROCESSOR
 

@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-from ..rows import ServedRow
+from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
 from .processor import Arriving
 

@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-from ..rows import ServedRow
+from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
 from .processor import Arriving
 

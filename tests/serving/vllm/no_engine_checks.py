@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.policies import check_base_weights, merge_adapters
+from ospruner.serving.checks import check_base_weights, merge_adapters
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start
 from ospruner.serving.vllm.monitoring import StopRoutes

@@ -24,8 +24,8 @@ from ospruner.train.labels.folder import (
 )
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.loading import load_labels
+from ospruner.train.labels.statistics import stats_of
 from ospruner.train.labels.store import Chunk, LabelStore
-from ospruner.train.labels.summary import stats_of
 
 from ...conftest import Fuzzed
 from ..conftest import MakeLabels

@@ -30,7 +30,7 @@ from ospruner.train.labels.label import (
     label,
     read_format,
 )
-from ospruner.train.labels.rows import Labeller
+from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
 LIMITS: dict[str, Any] = {

@@ -25,7 +25,7 @@ from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.labels.summary import stats_of, told
+from ospruner.train.labels.statistics import stats_of, told
 
 SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]

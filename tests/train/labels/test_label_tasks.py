@@ -29,7 +29,7 @@ from ospruner.formats import DEEPSEEK_R1
 from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
-from ospruner.train.labels.rows import grade_rows
+from ospruner.train.labels.labelling import grade_rows
 from ospruner.train.labels.store import LabelStore
 
 from ..conftest import trained_on

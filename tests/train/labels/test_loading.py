@@ -18,8 +18,8 @@ from ospruner.eval.schema import COLUMNS, FEATURES, PREFIX_FEATURES, LabelSettin
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.loading import load_labels, load_splits
+from ospruner.train.labels.statistics import stats_of, told, told_regraded
 from ospruner.train.labels.store import Chunk, LabelStore
-from ospruner.train.labels.summary import stats_of, told, told_regraded
 
 from ..conftest import MakeLabels
 

@@ -17,8 +17,8 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kind_of
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig, StopRecord
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
+from ospruner.serving.core import RowCore, ServedRow, in_json, promise_of
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.rows import RowCore, ServedRow, in_json, promise_of
 
 PIECES = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),

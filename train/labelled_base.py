@@ -17,7 +17,7 @@ from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logp
 from ospruner.eval.problems.problem import Problem
 
 from .label_sets import Labels
-from .labels.rows import Labeller
+from .labels.labelling import Labeller
 
 __all__ = ["labelled_tokenizer", "load_labelled_base"]
 

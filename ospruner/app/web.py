@@ -14,7 +14,7 @@ from typing import Any
 
 from ospruner.optional import needed
 
-from .columns import Column, Question, Source, columns_html
+from .columns import AppColumn, Question, Source, columns_html
 
 __all__ = ["build_page", "open_app", "open_source", "running_app"]
 
@@ -79,7 +79,7 @@ def build_page(source: Source) -> Any:
                 label="Question", lines=3, max_lines=6, scale=5, autofocus=True,
                 elem_id="question", placeholder="A problem with one answer, such as a number",
             )  # fmt: skip
-            with gr.Column(scale=1, min_width=140):
+            with gr.AppColumn(scale=1, min_width=140):
                 ask = gr.Button("Ask both", variant="primary", elem_id="ask")
                 stop = gr.Button("Stop", elem_id="stop")
         gr.Examples([[one] for one in EXAMPLES], question, label="Examples", cache_examples=False)
@@ -99,7 +99,7 @@ def build_page(source: Source) -> Any:
                 64, most, min(2000, most * 3 // 4), step=1, label="Most tokens",
                 info="of thinking and answer together",
             )  # fmt: skip
-        columns = gr.HTML(columns_html(Column(), Column()), elem_id="columns")
+        columns = gr.HTML(columns_html(AppColumn(), AppColumn()), elem_id="columns")
 
         def answer(
             text: str, price: float | None, budget: int | None, temperature: float,
@@ -124,7 +124,7 @@ def build_page(source: Source) -> Any:
 
 def shown(source: Source, question: Question) -> Iterator[str]:
     """The page's HTML while first the pruned column grows, then the other."""
-    plain = pruned = Column()
+    plain = pruned = AppColumn()
     with closing(source.ask(question, pruned=True)) as texts:
         for pruned in texts:
             yield columns_html(plain, pruned)
