@@ -6,7 +6,8 @@ Each line of the traces is a JSON object with `problem`, `answer`, `reasoning` (
 thinking), `model` and, where they are known, `correct` and `closed`. Right, closed traces of the
 named models are learnt, one of a problem (the first-named model's), by LoRA (peft) in transformers'
 Trainer. Only the upper layers and the markers' output rows are trained, so that nothing runs
-backwards below them. A stopped run goes on from its last checkpoint.
+backwards below them. A stopped run goes on from its last checkpoint. BASE may be a thinker that
+this made: then it is taught on, with its markers and its chat template as they are.
 
 The folder holds the merged model, a tokenizer with `<think>` and `</think>`, a chat template that
 opens the thinking, and `problems.jsonl`: hand that to `ospruner label --exclude`, so that no
@@ -50,15 +51,12 @@ class Learnt(NamedTuple):
     row: dict[str, Any]
 
 
-def add_thinking(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Adds the markers, and lets the chat template open the thinking; gives the markers' ids.
+def add_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Adds the markers, and lets the chat template open the thinking.
 
     Raises:
-        SystemExit: the tokenizer has the markers, or its chat template doesn't say where the
-            model's turn begins.
+        SystemExit: the chat template doesn't say where the model's turn begins.
     """
-    if "</think>" in tokenizer.get_vocab():
-        sys.exit("the tokenizer has a </think>: this model thinks already")
     turns = [{"role": "user", "content": "?"}]
     with_turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     without = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -67,7 +65,6 @@ def add_thinking(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     tokenizer.add_tokens(["<think>", "</think>"])
     opens = json.dumps(OPENING)
     tokenizer.chat_template += "{%- if add_generation_prompt %}{{- " + opens + " }}{%- endif %}"
-    return [int(i) for i in tokenizer.convert_tokens_to_ids(["<think>", "</think>"])]
 
 
 def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Learnt:
@@ -205,7 +202,10 @@ def main() -> None:
     given = arguments()
     torch.manual_seed(given.seed)
     tokenizer = AutoTokenizer.from_pretrained(given.base)
-    markers = add_thinking(tokenizer)
+    thinks = "</think>" in tokenizer.get_vocab()
+    if not thinks:
+        add_thinking(tokenizer)
+    markers = [int(i) for i in tokenizer.convert_tokens_to_ids(["<think>", "</think>"])]
     end = tokenizer.eos_token_id
     learnt = choose(given, tokenizer)
     tokens = sum(len(one.ids) for one in learnt)
@@ -214,7 +214,8 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(given.base, dtype=getattr(torch, given.dtype))
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    begin_rows(model, markers, end)
+    if not thinks:
+        begin_rows(model, markers, end)
     before, after = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     tied = before is after
     equal = torch.equal(before, after)  # as weights unpacked from one matrix are

@@ -111,15 +111,23 @@ def test_a_plain_model_learns_to_think(
     assert {json.loads(line)["problem"] for line in learnt} == {"3 + 4?", "12 * 2?"}
 
 
-def test_what_cannot_be_tuned(
-    tune: Callable[..., None], tmp_path: Path, tiny_base_dir: Path
-) -> None:
+def test_what_cannot_be_tuned(tune: Callable[..., None]) -> None:
     with pytest.raises(SystemExit, match="its models are A, B"):
         tune("--models", "C")
-    with pytest.raises(SystemExit, match="this model thinks already"):
-        tune("--models", "A", base=tiny_base_dir)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/thinker.json").touch()
+
+
+def test_a_thinker_is_taught_on(
+    tune: Callable[..., None], tmp_path: Path, tiny_base_dir: Path
+) -> None:
+    before = AutoTokenizer.from_pretrained(tiny_base_dir)
+    weight = AutoModelForCausalLM.from_pretrained(tiny_base_dir).lm_head.weight
+    tune("--models", "A", "--dtype", "float32", "--learning-rate", "1e-6", base=tiny_base_dir)
+    after = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert after.chat_template == before.chat_template
+    assert after.get_vocab() == before.get_vocab()
+    taught = AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight
+    marker = before.convert_tokens_to_ids("</think>")
+    torch.testing.assert_close(taught[marker], weight[marker], atol=1e-3, rtol=0)
     with pytest.raises(SystemExit, match="holds a finished thinker"):
         tune("--models", "A")
 
