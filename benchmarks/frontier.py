@@ -37,7 +37,7 @@ from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.summary import frontier_tables
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray
-from ospruner.eval.text import penalty_name
+from ospruner.eval.text import price_name
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer
@@ -83,7 +83,7 @@ def annealed_spreads(test: Judged, seeds: Sequence[Sequence[PolicyUse]]) -> Spre
         said = [test.predicted(one.path) for one in of_price]
         outcomes = [replay(test.split.table, one.probabilities()) for one in said]
         price = of_price[0].price
-        found[f"lam{penalty_name(price)}"] = spread(outcomes, price)
+        found[f"price{price_name(price)}"] = spread(outcomes, price)
     return found
 
 
@@ -101,7 +101,7 @@ def every_price_spreads(test: Judged, paths: Sequence[str]) -> Spreads:
         if (np.diff(tokens) > 0).any():
             raise SystemExit(f"{paths[0]}: tokens rise with the price: {tokens.tolist()}")
     each = zip(grid[::5], outcomes[::5], strict=True)
-    return {f"price {penalty_name(price)}": spread(seeds, price) for price, seeds in each}
+    return {f"price {price_name(price)}": spread(seeds, price) for price, seeds in each}
 
 
 def spread(outcomes: Sequence[Outcome], price: float) -> dict[str, float]:
@@ -174,12 +174,12 @@ def main() -> None:
     """Measures, prints tables, and the numbers as one JSON object."""
     parser = timing.options(__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
-    parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
+    parser.add_argument("--prices", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
     parser.add_argument("--anneal", action="store_true", help="train annealed policies, too")
     args = timing.parse(parser)
     if args.anneal:
         anneal(args.run)
-    results = measure(args.run, parse_prices(args.lambdas) or ())
+    results = measure(args.run, parse_prices(args.prices) or ())
     report(results)
     timing.print_json(results.to_dict(), args.json)
 

@@ -73,7 +73,7 @@ def measure(
     table = TraceTable.from_dataset(ours.traces)
     use = parse_policies([policy])[0]
     if use.config.prices is None:
-        raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
+        raise SystemExit(f"{policy} is a policy of one price: give one of every price")
     said, full = ours.predicted(use.path), replay_full(table)
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}

@@ -22,7 +22,7 @@ import pandas as pd
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
 from ospruner.eval.report.tables import MAIN, Column, Table
 from ospruner.eval.results import Estimate, Results, prices_of
-from ospruner.eval.text import markdown_table, penalty_name
+from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
 PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")
@@ -136,7 +136,7 @@ def gaps(file: Content) -> str:
     """The share of the gap in reward that each method closes, by price."""
     frame = Results.from_dict(file).frontiers
     columns = [
-        Column(f"λ={penalty_name(price)}", name, 100, 1)
+        Column(f"price={price_name(price)}", name, 100, 1)
         for price, name in prices_of(frame, "gap").items()
     ]
     methods = frame["method"].tolist()
@@ -148,12 +148,12 @@ def spread(file: Content) -> str:
     results = Results.from_dict(file)
     rows = [
         [
-            name.removeprefix("lam"),
+            name.removeprefix("price"),
             *(f"{found[key]:.{n}f}" if key in found else "" for key, (_, n) in SPREAD.items()),
         ]
         for name, found in results.about["seed_spread"].items()
     ]
-    return markdown_table(["λ", *(head for head, _ in SPREAD.values())], rows)
+    return markdown_table(["price", *(head for head, _ in SPREAD.values())], rows)
 
 
 def readme(of_points: Content, of_areas: Content) -> str:

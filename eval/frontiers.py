@@ -20,7 +20,7 @@ from .limits import hindsight_oracle
 from .replay import replay_full, replay_step
 from .results import frame_of
 from .table import FloatArray, TraceTable
-from .text import penalty_name
+from .text import price_name
 
 
 def hull(points: FloatArray) -> list[int]:
@@ -109,7 +109,7 @@ def frontiers(
         for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
             rewards, there = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
             share = _gap_closed(there, rewards[:, own], rewards[:, oracle])
-            row |= estimate(share).spread(f"gap@{penalty_name(price)}")
+            row |= estimate(share).spread(f"gap@{price_name(price)}")
         rows.append(row)
         points[method] = lines[0][np.argsort(lines[0][:, 0], kind="stable")]
     return frame_of(rows, "frontiers"), points

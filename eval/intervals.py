@@ -21,7 +21,7 @@ from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
 from .replay import Outcome, pool
 from .results import Estimate, frame_of
 from .table import FloatArray, IntArray
-from .text import parameter_text, penalty_name
+from .text import parameter_text, price_name
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
@@ -39,7 +39,7 @@ class Rule:
         method: name of the method.
         outcome: of its training seeds the mean.
         parameter: what picks it from its method: a price, threshold, budget ...
-        parameter_name: "λ", "threshold", "tokens", "step"; "" where there is none.
+        parameter_name: "price", "threshold", "tokens", "step"; "" where there is none.
         seeds: each training seed's outcome, where there are several.
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
@@ -58,12 +58,12 @@ class Rule:
 
     @property
     def setting(self) -> str:
-        """Such as "λ=5e-4", "≥.70", "110 tokens", or ""."""
+        """Such as "price=5e-4", "≥.70", "110 tokens", or ""."""
         return parameter_text(self.parameter, self.parameter_name)
 
     @property
     def name(self) -> str:
-        """Method and setting: "OS-Pruner λ=5e-4"."""
+        """Method and setting: "OS-Pruner price=5e-4"."""
         return f"{self.method} {self.setting}".strip()
 
     @property
@@ -366,7 +366,5 @@ def _numbers(
         "tokens_per_second": generated / own["seconds"],
         "flops": own["flops"],
         "flops_ratio": own["flops"] / full["flops"],
-        **{
-            f"reward@{penalty_name(price)}": reward(own["correct"], paid, price) for price in prices
-        },
+        **{f"reward@{price_name(price)}": reward(own["correct"], paid, price) for price in prices},
     }

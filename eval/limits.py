@@ -37,7 +37,7 @@ def hindsight_oracle(table: TraceTable, price: float = 0.0) -> Outcome:
     the fewest tokens that reach it: the first right step, or the first step where none is right.
 
     Raises:
-        ValueError: lambda is negative or not finite.
+        ValueError: the price is negative or not finite.
     """
     _check_penalty(price)
     reward = np.where(table.mask, table.correct - price * table.lengths, -np.inf)
@@ -143,7 +143,7 @@ def solve(problem: StoppingProblem, price: float) -> tuple[float, BoolArray]:
         paper).
 
     Raises:
-        ValueError: lambda is negative or not finite.
+        ValueError: the price is negative or not finite.
     """
     reward = _rewards(problem, price)
     values, stop = reward.copy(), problem.terminal
@@ -160,10 +160,10 @@ def policy_value(problem: StoppingProblem, stop_probability: FloatArray, price: 
     Args:
         problem: the stopping problem.
         stop_probability: (S,) in [0, 1]; terminal states stop whatever it says.
-        price: lambda >= 0.
+        price: of a token, >= 0.
 
     Raises:
-        ValueError: a wrong shape, a probability outside [0, 1], or a bad lambda.
+        ValueError: a wrong shape, a probability outside [0, 1], or a bad price.
     """
     pi, values = np.asarray(stop_probability, np.float64), _rewards(problem, price)
     if pi.shape != values.shape or not ((pi >= 0) & (pi <= 1)).all():
@@ -186,7 +186,7 @@ def best_threshold(problem: StoppingProblem, price: float) -> tuple[float, float
         gamma (inf for never), and the rule's expected reward.
 
     Raises:
-        ValueError: lambda is negative or not finite.
+        ValueError: the price is negative or not finite.
     """
     gammas = [*np.unique(problem.correct).tolist(), math.inf]
     values = [
@@ -207,14 +207,14 @@ def theorem1_problem(price: float, gap: float) -> StoppingProblem:
     does not follow from it: both are asked for here.
 
     Args:
-        price: lambda, in (0, 1).
+        price: of a token, in (0, 1).
         gap: K > 0.
 
     Returns:
         States s_g, s_b, t_g, t_b.
 
     Raises:
-        ValueError: lambda outside (0, 1), or K not positive and finite.
+        ValueError: the price outside (0, 1), or K not positive and finite.
     """
     if not 0.0 < price < 1.0:
         raise ValueError(f"price is {price!r}; the theorem takes (0, 1)")

@@ -41,7 +41,7 @@ class PolicyUse:
         path: its folder, or its id on the Hub.
         config: its configuration.
         threshold: from which stop probability on it stops; None stops with the probability given.
-        asked_price: the price of a token that it is told; None for its own lambda.
+        asked_price: the price of a token that it is told; None for its own price.
         by_name: whether only its name was given, so that more thresholds may be tried.
     """
 
@@ -53,7 +53,7 @@ class PolicyUse:
 
     @property
     def price(self) -> float:
-        """The lambda at which it stops."""
+        """The price at which it stops."""
         return self.config.price if self.asked_price is None else self.asked_price
 
     @property
@@ -79,14 +79,14 @@ class PolicyUse:
 
     @property
     def parameter(self) -> float | None:
-        """Lambda, or a baseline's threshold."""
+        """The price, or a baseline's threshold."""
         return self.price if self.is_ours else self.threshold
 
     @property
     def parameter_name(self) -> str:
         """What the parameter is."""
         if self.is_ours:
-            return "λ"
+            return "price"
         return "threshold" if self.mode == "threshold" else ""
 
 
@@ -119,8 +119,8 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
             configuration says, and a baseline at each of the paper's thresholds. Several policies
             of one method and parameter are its training seeds.
         prices: at which policies of every price stop; None for their default. A policy of one
-            lambda may be given its own alone. () is for 31 prices of their range, beside which
-            policies of one lambda stand at their own.
+            price may be given its own alone. () is for 31 prices of their range, beside which
+            policies of one price stand at their own.
 
     Raises:
         ValueError: no policy there, a bad threshold, a price that a policy does not know, the same
@@ -191,7 +191,7 @@ def _prices(
         elif price != config.price:
             raise ValueError(
                 f"{folder}: price is {price:g}, but the policy was trained for {config.price:g} "
-                "alone (head 'fixed'): leave it out, take the policy of that lambda, or train one "
+                "alone (head 'fixed'): leave it out, take the policy of that price, or train one "
                 "for every price with `ospruner train --head price`"
             )
     return prices

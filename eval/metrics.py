@@ -102,7 +102,7 @@ def charged_tokens(
     """The length that AES and rewards see; arrays broadcast.
 
     With "compute" it is the thinking tokens of a full trace, scaled by what the rule computes over
-    what the full trace does: the full trace pays the same either way, and lambda keeps its meaning.
+    what the full trace does: the full trace pays the same either way; prices keep their meaning.
 
     Args:
         charge: what is paid for.
@@ -137,10 +137,10 @@ def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, price: float) -> Floa
     Args:
         accuracy: in [0, 1].
         tokens: mean thinking tokens.
-        price: lambda >= 0.
+        price: of a token, >= 0.
 
     Raises:
-        ValueError: lambda is negative or not finite.
+        ValueError: the price is negative or not finite.
     """
     if not (math.isfinite(price) and price >= 0):
         raise ValueError(f"price is {price!r}; it must be a finite number >= 0")

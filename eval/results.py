@@ -17,7 +17,7 @@ import pandas as pd
 
 from ospruner.durable import replace_file
 
-from .text import number_text, parameter_text, penalty_name
+from .text import number_text, parameter_text, price_name
 
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
@@ -111,8 +111,8 @@ class Results:
         kind            "rule", or "limit": what no rule can reach, or none should need
         method          name of the method, the same for all its settings
         parameter       price, threshold, budget ...; NaN where there is none
-        parameter_name  what that is: "λ", "threshold", "tokens", "step", ...; "" where none
-        setting         the parameter as text: "λ=5e-4", "≥.70", "110 tokens", ""
+        parameter_name  what that is: "price", "threshold", "tokens", "step", ...; "" where none
+        setting         the parameter as text: "price=5e-4", "≥.70", "110 tokens", ""
         chosen          whether it was chosen on validation among its method's settings (its
                         intervals then contain the choice), or is what the file lies beside
         accuracy        share of right answers; and so for each number that follows, with its ends
@@ -321,7 +321,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
         numbers: Sequence[Any] = [(name, value)] if isinstance(value, Mapping) else []
         if name in ("rewards", "gap_closed"):
             kind = {"rewards": "reward", "gap_closed": "gap"}[name]
-            numbers = [(f"{kind}@{penalty_name(price)}", number) for price, number in value]
+            numbers = [(f"{kind}@{price_name(price)}", number) for price, number in value]
         elif not numbers and name != "lead":  # the first method's lead was null
             flat[name] = value
         for column, number in numbers:

@@ -18,7 +18,7 @@ def number_text(value: float, digits: int, *, signed: bool = False) -> str:
     return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:{sign},.{digits}f}"
 
 
-def penalty_name(price: float) -> str:
+def price_name(price: float) -> str:
     """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
     if price == 0:
         return "0"
@@ -27,11 +27,11 @@ def penalty_name(price: float) -> str:
 
 
 def parameter_text(parameter: float | None, name: str) -> str:
-    """A rule's parameter as tables and pictures write it: λ=5e-4, ≥.70, 110 tokens, or ""."""
+    """A rule's parameter as tables and pictures write it: price=5e-4, ≥.70, 110 tokens, or ""."""
     if parameter is None:
         return ""
-    if name == "λ":
-        return f"λ={penalty_name(parameter)}"
+    if name == "price":
+        return f"price={price_name(parameter)}"
     if name == "threshold":
         return f"≥{parameter:.2f}".replace("0.", ".", 1)
     if name == "step":

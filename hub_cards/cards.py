@@ -37,7 +37,7 @@ _COUNTS = ("problems", "traces", "steps", "ungraded_steps", "capped_traces")
 _METHODS = {
     "os-pruner": (
         "It was trained to maximise the expected reward of stopping: the chance that the answer "
-        "forced there is right, less λ for every thinking token spent."
+        "forced there is right, less the price of every thinking token spent."
     ),
     "probe": (
         "It is the classification-probe baseline: trained to predict whether the answer forced "

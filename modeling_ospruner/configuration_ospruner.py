@@ -8,6 +8,7 @@ given, and what is allowed.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +37,11 @@ _TRANSFORMERS_KEYS = {
     *("_name_or_path", "attn_implementation", "auto_map", "experts_implementation"),
     *("name_or_path", "torch_dtype", "transformers_version"),
 }
-_OLD_PRICE = "length_penalty"  # what policies of the first days called the price
 
 
 @dataclass(frozen=True)
 class PriceRange:
-    """The prices of a token (lambda) that a policy with the head "price" knows: 0 to `high`.
+    """The prices of a token that a policy with the head "price" knows: 0 to `high`.
 
     A price's place is p = 5 log(1 + lambda / e) / log(1 + high / e) in [0, 5] with e = low / 5:
     logarithmic above `low`, linear near 0, so that 0 has a place, too.
@@ -96,10 +96,10 @@ class OSPrunerConfig(PreTrainedConfig):
             values, and have no weights to make others.
         adapter_rank: of low-rank adapters, which the file then holds in place of the copies'
             weights, and which are merged into them when they are loaded; 0 for none.
-        head: "fixed" (the paper's, for one lambda), or "price": the price of a token is said when
+        head: "fixed" (the paper's, for one price), or "price": the price of a token is said when
             generating.
-        price: lambda, in reward per thinking token, that the policy was trained for; with the head
-            "price" the one that it takes where none is said.
+        price: of a token, in reward, that the policy was trained for; with the head "price" the one
+            that it takes where none is said.
         price_range: [low, high] of `PriceRange`, for the head "price"; None for the other.
         step_stride: the policy decides at every k-th step end, as its labels did.
         method: "os-pruner", or the baseline that it is.
@@ -138,7 +138,6 @@ class OSPrunerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         known_type = kwargs.pop("model_type", self.model_type)
-        self._take_old(kwargs)
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
         if unknown or known_type != self.model_type:
             raise ValueError(
@@ -151,31 +150,20 @@ class OSPrunerConfig(PreTrainedConfig):
         self.check_fields()
         super().__post_init__(**kwargs)
 
-    def _take_old(self, kwargs: dict[str, Any]) -> None:
-        """Takes what policies of the first days say in other words, or refuses it."""
-        if kwargs.pop("trial_every", 0):
-            raise ValueError(
-                "the policy reads trial answers (trial_every), which this version cannot: train it "
-                "anew, or generate with `pip install ospruner==0.1.0`"
-            )
-        rank = kwargs.pop("lora_rank", 16)
-        for gone in ("trial_max_tokens", "domains"):
-            kwargs.pop(gone, None)
-        if self.tuning in ("attention", "head", "lora"):  # which held, or now hold, whole layers
-            self.adapter_rank = rank if self.tuning == "lora" else 0
-            self.tuning = "layers"
-        self.price = kwargs.pop(_OLD_PRICE, self.price)
-        for one in self.calibrations or []:
-            if _OLD_PRICE in one:
-                one["price"] = one.pop(_OLD_PRICE)
-
     @classmethod
     def get_config_dict(  # type: ignore[override]
         cls, path: Any, **kwargs: Any
     ) -> Any:
-        """As transformers'; OSError also of a file that nests too deeply to be read."""
+        """As transformers'; OSError also of a file that nests too deeply to be read.
+
+        A base that begins with "../" lies beside the policy's folder, wherever that is.
+        """
         try:
-            return super().get_config_dict(path, **kwargs)
+            found, rest = super().get_config_dict(path, **kwargs)
+            base = str(found.get("base_model_name_or_path"))
+            if base.startswith("../") and os.path.isdir(path):
+                found["base_model_name_or_path"] = os.path.abspath(os.path.join(path, base))
+            return found, rest
         except RecursionError as error:
             raise OSError(
                 f"{path}: its config.json nests too deeply ({error}): copy the policy again"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .configuration_ospruner import check_length, max_positions
 from .formats_ospruner import TokenFormat
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, price_places
 from .stopping_ospruner import (
+    OLD_PRICES,
     Phase,
     RowPlan,
     Said,
@@ -45,6 +47,7 @@ from .stopping_ospruner import (
     shape_scores,
 )
 
+_KEYS = {one.name for one in fields(StopPolicyConfig)}
 OnStep = Callable[[int, StopRecord], None]
 HINT = "or pass stop_policy=False"
 
@@ -115,6 +118,15 @@ def refuse_unsupported(
         raise ValueError(
             "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
             "text as input_ids without them"
+        )
+    if config.length_penalty not in (None, 1) or OLD_PRICES.intersection(arguments):
+        raise ValueError(
+            "length_penalty is for beams, which stop_policy does not take; the price of a token is "
+            "stop_policy={'price': ...}"
+        )
+    if astray := sorted(_KEYS.intersection(arguments)):
+        raise ValueError(
+            f"{astray} are settings of stop_policy: pass stop_policy={{{astray[0]!r}: ...}}"
         )
     if config.eos_token_id is None:
         raise ValueError("the generation config has no eos_token_id, so rows cannot end: set it")
@@ -188,7 +200,7 @@ class Asked:
 
     @torch.no_grad()
     def ask(self, rows: list[int], records: list[StopRecord], ids: Tensor) -> list[Said]:
-        """Stop probability, and price of indifference (None of a fixed lambda), of rows."""
+        """Stop probability, and price of indifference (None of a fixed price), of rows."""
         policy, column = self._policy, self._reader.columns - 1
         padding = (column - self._reader.positions[:, 0]).tolist()
         padding = [padding[row % len(padding)] for row in rows]

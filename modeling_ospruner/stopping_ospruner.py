@@ -73,6 +73,8 @@ _LOWEST = {
     **{"max_thinking_tokens": 1, "max_answer_tokens": 1},
 }
 _TYPES = {"wind_down": str, "answer_do_sample": bool, "mask_reentry": bool, "rule": RuleLike}
+OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
+"""What other work, and generate's beams, call a price; refused with its name."""
 # What may be asked beside a promise.
 _OF_A_PROMISE = {"max_loss", "seed", "first_sample_index", "max_answer_tokens", "mask_reentry"}
 
@@ -97,8 +99,8 @@ class StopPolicyConfig:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
             threshold. None: "threshold" where one is given, else the policy's default.
         threshold: in [0, 1], of mode "threshold". None: the policy's default.
-        price: the price of a token, lambda, in reward per thinking token, for all rows of
-            the call. None: the policy's default; a policy of one lambda knows its own alone.
+        price: the price of a token, in reward per thinking token, for all rows of
+            the call. None: the policy's default; a policy of one price knows its own alone.
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
             lose no more accuracy than this against the full trace; it gives mode, threshold and
             price, and holds for greedy forced answers alone.
@@ -189,7 +191,7 @@ class StopPolicyConfig:
             raise ValueError(
                 f"{_OWNER}: price is {shown(price)}, but the policy was trained for "
                 f"{config.price:g} alone (head 'fixed'): leave it out, take the policy of that "
-                "lambda, or train one for every price with `ospruner train --head price`"
+                "price, or train one for every price with `ospruner train --head price`"
             )
         mode, threshold = self.mode or config.default_mode, self.threshold
         if mode == "threshold" and threshold is None:
@@ -208,7 +210,8 @@ class StopPolicyConfig:
         if isinstance(stop_policy, Mapping):
             known = [one.name for one in fields(cls)]
             if unknown := sorted(map(str, set(stop_policy) - set(known))):
-                raise ValueError(f"{_OWNER} has no {unknown}; its keys are {known}")
+                hint = "the price of a token is price; " * bool(OLD_PRICES.intersection(unknown))
+                raise ValueError(f"{_OWNER} has no {unknown}; {hint}its keys are {known}")
             return cls(**stop_policy)
         if isinstance(stop_policy, RuleLike) and not isinstance(stop_policy, type):
             return cls(rule=stop_policy)
@@ -223,7 +226,7 @@ class StopRecord:
         step_ends: L_i of each step end that generate passed, in thinking tokens generated.
         probabilities: the policy's pi_i at each; NaN where it gave none, or was not asked. Empty
             under another rule.
-        prices: with a policy of every price, the price of indifference at each: the lambda at
+        prices: with a policy of every price, the price of indifference at each: the price at
             which pi_i is one half; 0 where it stops even for nothing, inf where it goes on at every
             price that it knows, NaN where it was not asked. Else empty.
         thinking_tokens: tokens generated before the end marker, or before what was forced.

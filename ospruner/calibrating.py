@@ -53,7 +53,7 @@ def calibrate(
 
         ospruner.calibrate("policy", labels["validation"], max_loss=0.02)
 
-    The setting is the threshold of a policy of one lambda, or the price of a policy of every price.
+    The setting is the threshold of a policy of one price, or the price of a policy of every price.
     This one then stops where the stop probability is one half or more, that is, where the price of
     indifference is no higher; in mode "sample" it draws, and the losses tested are replay's
     expectations over its draws.
@@ -78,7 +78,7 @@ def calibrate(
 
     Raises:
         ValueError: no policy there or another base's, the labels it was trained on, labels of free
-            answers, settings in another order, or mode "sample" of a policy of one lambda.
+            answers, settings in another order, or mode "sample" of a policy of one price.
     """
     check_choice("calibrate", "mode", mode, MODES)
     if isinstance(policy, Family) or (is_rule(str(policy)) and not Path(policy).is_dir()):
@@ -90,7 +90,7 @@ def calibrate(
     known = use.config.prices
     if mode == "sample" and known is None:
         raise ValueError(
-            f"mode is 'sample', but {folder} is a policy of one lambda, whose draws have no "
+            f"mode is 'sample', but {folder} is a policy of one price, whose draws have no "
             "setting to calibrate: leave it out (a threshold is found), or train one of every "
             "price (ospruner train --head price)"
         )

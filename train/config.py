@@ -16,7 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from ospruner.eval.table import TraceTable
-from ospruner.eval.text import penalty_name
+from ospruner.eval.text import price_name
 
 from .prices import chosen_prices
 
@@ -50,7 +50,7 @@ class Stage:
 
     Attributes:
         name: the policy's folder in the run's; "" for the run's own, where there is one stage.
-        price: lambda; 0 for the baselines, which have none; None for every price.
+        price: of a token; 0 for the baselines, which have none; None for every price.
     """
 
     name: str
@@ -215,7 +215,7 @@ class StopConfig(TrainingArguments):
         assert not isinstance(self.prices, str)
         if len(self.prices) == 1:
             return [Stage("", self.prices[0])]
-        return [Stage(f"lam{penalty_name(price)}", price) for price in self.prices]
+        return [Stage(f"price{price_name(price)}", price) for price in self.prices]
 
     def settled(self, table: TraceTable, traces: int, magnitude: float, width: int) -> StopConfig:
         """A copy in which nothing is left to a rule.

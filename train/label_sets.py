@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 HELD_OUT_PROBLEMS = 500
-"""Problems that the paper keeps out of training, to choose lambda on."""
+"""Problems that the paper keeps out of training, to choose the price on."""
 MIN_TRACES = 8
 _BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
 

@@ -45,7 +45,7 @@ def objective_loss(
         logits: (N, T) stop logits at step ends; (J, N, T) at each of J prices.
         correct: (N, T) A_i.
         lengths: (N, T) L_i in tokens.
-        price: lambda >= 0, or J of them.
+        price: of a token, >= 0, or J of them.
         mask: (N, T) bool, true on real steps.
         entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
 
@@ -80,7 +80,7 @@ def batch_loss(
         method: of `OSPrunerConfig`.
         logits: (B, T) stop logits at step ends, or (J, B, T) at each of J prices.
         batch: the labels.
-        price: lambda, or J of them; only "os-pruner" has one.
+        price: of a token, or J of them; only "os-pruner" has one.
         entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
     mask, correct, lengths = (

@@ -50,7 +50,7 @@ class SavedPolicy:
     Attributes:
         path: its folder.
         method: of `OSPrunerConfig`.
-        price: lambda; 0 for the baselines; of a policy of every price its default.
+        price: of a token; 0 for the baselines; of a policy of every price its default.
         accuracy: on validation, in mode "sample" for OS-Pruner, at the default threshold else.
         tokens: mean thinking tokens there.
         full_accuracy: of the full traces.
@@ -178,7 +178,7 @@ def save_policy(
     rules = [
         Rule(method, outcome, config.default_threshold, "threshold")
         if config.default_mode == "threshold"
-        else Rule(method, outcome, one, "λ")
+        else Rule(method, outcome, one, "price")
         for one, outcome in outcomes.items()
     ]
     frame = Resampled([Rule(FULL, full), *rules], full, table.problem_index).frame()

@@ -19,7 +19,7 @@ from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
 from ..table import FloatArray
-from ..text import penalty_name
+from ..text import price_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -287,14 +287,14 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
             label="policy on validation",
         )  # fmt: skip
         for end in stages["step"].iloc[:-1]:
-            axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label="λ annealed")
+            axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label="price annealed")
         furnish(axes, "optimiser steps" if axes is lower else "", name)
         axes.set_xlim(0, stages["step"].iloc[-1] * 1.04)
         axes.margins(y=0.2)
     for stage in stages.itertuples():
-        said = f"λ={penalty_name(stage.price)}"
+        said = f"price={price_name(stage.price)}"
         if every_price:
-            said = f"every λ, drawn at λ={penalty_name(log['price'].iloc[-1])}"
+            said = f"every price, drawn at price={price_name(log['price'].iloc[-1])}"
         upper.annotate(
             said, (stage.step - stages["step"].iloc[0] / 2, 1.0), xytext=(0, 3), ha="center",
             xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7,

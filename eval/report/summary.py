@@ -142,7 +142,7 @@ def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> 
     """A column for each price at which a frame has numbers: "reward" or "gap"."""
     before = "reward\n" if kind == "reward" else ""
     names = prices_of(frame, kind).values()
-    return [Column(f"{before}λ={one.partition('@')[2]}", one, scale, digits) for one in names]
+    return [Column(f"{before}price={one.partition('@')[2]}", one, scale, digits) for one in names]
 
 
 def results_table(frame: pd.DataFrame, title: str = "") -> Table:

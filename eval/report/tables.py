@@ -259,7 +259,7 @@ class Table:
 
 # Styler's own escaping knows no Greek.
 _TEX = str.maketrans(
-    {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "λ": r"$\lambda$", "≥": r"$\geq$", "–": "--"}
+    {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "≥": r"$\geq$", "–": "--"}
     | {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "±": r"$\pm$"}
 )
 

@@ -79,14 +79,14 @@ def build_page(source: Source) -> Any:
                 label="Question", lines=3, max_lines=6, scale=5, autofocus=True,
                 elem_id="question", placeholder="A problem with one answer, such as a number",
             )  # fmt: skip
-            with gr.AppColumn(scale=1, min_width=140):
+            with gr.Column(scale=1, min_width=140):
                 ask = gr.Button("Ask both", variant="primary", elem_id="ask")
                 stop = gr.Button("Stop", elem_id="stop")
         gr.Examples([[one] for one in EXAMPLES], question, label="Examples", cache_examples=False)
         with gr.Accordion("Knobs", open=False, elem_id="knobs"), gr.Row():
             low, high = source.prices or (0.0, 1.0)
             price = gr.Number(
-                None, label="Price λ", elem_id="price", visible=source.prices is not None,
+                None, label="Price", elem_id="price", visible=source.prices is not None,
                 info=f"of a thinking token, {low:g} to {high:g}; empty: the policy's own",
             )  # fmt: skip
             budget = gr.Number(

@@ -40,7 +40,7 @@ from ospruner.train.trainer import StopTrainer
 from . import REASONER
 from .jobs import Job, Workers
 from .problems import Split
-from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, draw_split
+from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, write_split
 
 METHODS = ("os-pruner", "probe", "convergence")
 SPLITS: tuple[Split, ...] = ("train", "test", "validation")  # the longest first
@@ -107,8 +107,7 @@ def run_demo(
     started = time.monotonic()
     _claim(out, size, seed)
     for split in SPLITS:
-        lines = [json.dumps(vars(one)) for one in draw_split(split, vars(size)[split], seed)]
-        replace_file(out / f"{split}.jsonl", "\n".join([*lines, ""]).encode())
+        write_split(out, split, vars(size)[split], seed)
     configs = {
         f"{method}, seed {number}": train_config(out, size, number, method)
         for method in METHODS
@@ -283,7 +282,7 @@ def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> 
     console.print()
     console.print(results_table(pd.concat([*rows, results.limits]), title))
     console.print(
-        f"One policy knows all {len(frontier)} prices λ of a token; the table shows some, the "
+        f"One policy knows all {len(frontier)} prices of a token; the table shows some, the "
         f"picture and the file all. Validation chose {ours['method']} {ours['setting']} and each "
         "baseline's threshold, by AES."
     )

@@ -1,5 +1,6 @@
 """The embedded reasoner, loaded: the engine that runs it, and how its traces are labelled."""
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.durable import replace_file
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math, Task
@@ -90,3 +92,10 @@ class Reasoner:
 def draw_split(split: Split, count: int, seed: int) -> list[Problem]:
     """The first `count` problems of a split, as labelling takes them."""
     return [problem.as_problem() for problem in islice(iterate_problems(split, seed), count)]
+
+
+def write_split(out: Path, split: Split, count: int, seed: int) -> None:
+    """Writes the first `count` problems of a split to `out/SPLIT.jsonl`."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(vars(one)) for one in draw_split(split, count, seed)]
+    replace_file(out / f"{split}.jsonl", "\n".join([*lines, ""]).encode())

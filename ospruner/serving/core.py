@@ -64,7 +64,7 @@ class ServedRow:
     grammar: bool = False  # whether an engine's grammar holds, from the answer on
     least: int = 0  # of prompt and text, before which it does not end
     control: bool = False  # whether it belongs to those that never stop
-    place: float | None = None  # of its price, in the policy's range; None: a policy of one lambda
+    place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from modeling_ospruner.stopping_ospruner import OLD_PRICES, StopPolicyConfig
 
 __all__ = [
     "CONTROL",
@@ -110,7 +110,8 @@ class StopRequest:
         control: the share of requests that never stop, to measure savings against.
 
     Raises:
-        ValueError: a value is wrong, or a key that begins like ours is unknown.
+        ValueError: a value is wrong, a key that begins like ours is unknown, or a word of
+            ours stands without its prefix.
     """
 
     def __init__(
@@ -123,6 +124,9 @@ class StopRequest:
         said = self._flag(given, ON) if ON in given else None
         others = () if said is False else (_BUDGET,)  # where the policy is off, another may read it
         like = (_LIKE_OURS, *others)
+        bare = {**dict.fromkeys(OLD_PRICES, PRICE), **{KEYS[k]: k for k in keys}}
+        for k in () if said is False else bare.keys() & given.keys() - set(known):
+            raise ValueError(f"{owner}: {k} is written {bare[k]} here: send {bare[k]}")
         if unknown := [k for k in given if k not in known and any(one.match(k) for one in like)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
         self.fields: dict[str, Any] = {KEYS[k]: given[k] for k in keys if k in given}

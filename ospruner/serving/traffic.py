@@ -47,7 +47,7 @@ def bin_of(edges: Sequence[float], value: float) -> int:
 def observed(record: StopRecord) -> dict[str, float]:
     """What a record says of thinking tokens and of the first step at which the policy was asked.
 
-    Of that the price of indifference, with a policy of one lambda the stop probability: it does not
+    Of that the price of indifference, with a policy of one price the stop probability: it does not
     depend on where requests stop. What is not said is left out.
     """
     found = {"thinking_tokens": float(record.thinking_tokens)}

@@ -157,7 +157,7 @@ def test_frontier_reads_a_demo(run_here: RunScript, tmp_path: Path) -> None:
     spreads = about["seed_spread"]
     first, *_, last = list(spreads)[:7]
     assert (first, last) == ("price 0", "price 1e-2")
-    of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4", "lam2e-4"]
+    of_one_price = ["price5e-3", "price1e-3", "price5e-4", "price2e-4"]
     assert list(spreads)[7:] == of_one_price
     for spread in (spreads[name] for name in of_one_price):
         assert spread["accuracy_points"] > 0

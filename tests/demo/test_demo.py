@@ -108,8 +108,8 @@ def test_claims_are_of_the_chosen_rows() -> None:
     def results(ours: float, problems: int) -> Results:
         rows = [
             make_result(FULL, 0.7, 200, problems=problems),
-            make_result(EVERY_PRICE, 0.7, 150, 1e-4, "λ"),
-            make_result(EVERY_PRICE, ours, 100, 1e-3, "λ", chosen=True),
+            make_result(EVERY_PRICE, 0.7, 150, 1e-4, "price"),
+            make_result(EVERY_PRICE, ours, 100, 1e-3, "price", chosen=True),
             make_result("probe", 0.69, 100, 0.7, "threshold", chosen=True),
             make_result("probe", 0.99, 100, 0.9, "threshold"),
             make_result("best fixed budget", 0.6, 100, 120, "tokens", kind="limit"),

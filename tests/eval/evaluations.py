@@ -82,8 +82,8 @@ def views() -> list[dict[str, Any]]:
         return {"text": text, "tokens": tokens, "answer": answer, "correct": correct}
 
     def method(name: str, stop: int, tokens: float, pi: list[float] | None) -> dict[str, Any]:
-        group, _, setting = name.partition(" λ")
-        named = {"name": name, "group": group, "setting": f"λ{setting}" if setting else ""}
+        group, _, setting = name.partition(" price")
+        named = {"name": name, "group": group, "setting": f"price{setting}" if setting else ""}
         return named | {"stop": stop, "tokens": tokens, "correct": 1.0, "pi": pi}
 
     first = [
@@ -101,8 +101,8 @@ def views() -> list[dict[str, Any]]:
             "steps": first,
             "methods": [
                 method("full trace", 2, 40, None),
-                method("OS-Pruner λ=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
-                method("OS-Pruner, one policy λ=1e-4", 1, 20, [0.0, 0.5, 0.9])
+                method("OS-Pruner price=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
+                method("OS-Pruner, one policy price=1e-4", 1, 20, [0.0, 0.5, 0.9])
                 | {"price": 1e-4, "place": 0.6, "prices": [None, 1e-4, 0.0]}
                 | {"places": [1.0, 0.6, 0.0]},
             ],
@@ -116,7 +116,7 @@ def views() -> list[dict[str, Any]]:
             "steps": [step("6*7 = 42.", 8, "42", 1.0), step("So it is.", 12, "", None)],
             "methods": [
                 method("full trace", 1, 12, None),
-                method("OS-Pruner λ=1e-4", 0, 8, [0.95, 0.5]),
+                method("OS-Pruner price=1e-4", 0, 8, [0.95, 0.5]),
             ],
         },
         {
@@ -129,10 +129,12 @@ def views() -> list[dict[str, Any]]:
             "methods": [
                 method("full trace", 2, 40, None),
                 *(
-                    method(f"OS-Pruner, one policy λ={price}e-4", 2 - price // 3, 20, [0.1, 0.5, 0])
+                    method(
+                        f"OS-Pruner, one policy price={price}e-4", 2 - price // 3, 20, [0.1, 0.5, 0]
+                    )
                     for price in range(1, 8)
                 ),
-                method("OS-Pruner λ=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
+                method("OS-Pruner price=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
             ],
         },
     ]
@@ -159,7 +161,7 @@ def make_evaluation(
         (1e-5, 0.79, 240),
         (0.0, 0.8, 300),
     ):
-        rules.append(Rule(FRONTIER, outcome(rng, accuracy, tokens, full_correct), penalty, "λ"))
+        rules.append(Rule(FRONTIER, outcome(rng, accuracy, tokens, full_correct), penalty, "price"))
     for threshold, accuracy, tokens in ((0.7, 0.7, 220), (0.9, 0.79, 350)):
         rules.append(
             Rule("probe", outcome(rng, accuracy, tokens, full_correct), threshold, "threshold")

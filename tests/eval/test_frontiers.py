@@ -44,7 +44,7 @@ def method(
         for outcomes in (test, test if validation is None else validation)
     ]
     return [
-        Rule("m", pool(seeds), float(k), "λ", seeds if len(seeds) > 1 else (), chosen_on)
+        Rule("m", pool(seeds), float(k), "price", seeds if len(seeds) > 1 else (), chosen_on)
         for k, (seeds, chosen_on) in enumerate(zip(*both, strict=True))
     ]
 

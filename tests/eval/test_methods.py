@@ -30,7 +30,7 @@ def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path
     ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
     uses = parse_policies([str(ours), str(probe)])
     assert (uses[0].method, uses[0].mode, uses[0].parameter) == ("OS-Pruner", "sample", 1e-4)
-    assert uses[0].parameter_name == "λ"
+    assert uses[0].parameter_name == "price"
     assert [use.threshold for use in uses[1:]] == list(PAPER_THRESHOLDS)
     assert {(use.method, use.mode) for use in uses[1:]} == {("probe", "threshold")}
 
@@ -45,8 +45,8 @@ def test_both_ways_of_deciding_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
-    save(tmp_path / "run" / "lam1e-4", penalty=1e-4)
-    save(tmp_path / "run" / "lam5e-5", penalty=5e-5)
+    save(tmp_path / "run" / "price1e-4", penalty=1e-4)
+    save(tmp_path / "run" / "price5e-5", penalty=5e-5)
     (tmp_path / "run" / "logs").mkdir()
     assert {use.parameter for use in parse_policies([str(tmp_path / "run")])} == {1e-4, 5e-5}
 

@@ -304,9 +304,9 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     full = replay_full(table)
     one = replay_step(table, 1)
     better = replace(one, correct=np.minimum(one.correct + 0.4, 1))
-    apart = [Rule("x", one, 1e-3, "λ"), Rule("x", better, 1e-3, "λ")]
-    rules = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "λ")])
-    assert [rule.name for rule in rules] == ["full", "x λ=1e-3", "x λ=1e-4"]
+    apart = [Rule("x", one, 1e-3, "price"), Rule("x", better, 1e-3, "price")]
+    rules = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "price")])
+    assert [rule.name for rule in rules] == ["full", "x price=1e-3", "x price=1e-4"]
     assert [len(rule.seeds) for rule in rules] == [0, 2, 0]
     assert rules[1].outcome.correct == pytest.approx((one.correct + better.correct) / 2)
     same = replace(rules[1], outcome=one, seeds=(one, one))

@@ -24,7 +24,7 @@ from ospruner.eval.results import (
     frame_of,
     prices_of,
 )
-from ospruner.eval.text import markdown_table, parameter_text, penalty_name
+from ospruner.eval.text import markdown_table, parameter_text, price_name
 
 from ..made_results import make_result
 from .evaluations import make_evaluation, save_comparison, views
@@ -36,12 +36,12 @@ WHOLE = Results(
     frame=frame_of(
         [
             make_result("full trace", 0.7, 200),
-            make_result("OS-Pruner", 0.69, 110, 5e-5, "λ", chosen=True),
+            make_result("OS-Pruner", 0.69, 110, 5e-5, "price", chosen=True),
             make_result("hindsight oracle", 0.8, 50, kind="limit") | NONE.spread("aes"),
         ]
     ),
     differences=frame_of(
-        [{"rule": "OS-Pruner λ=5e-5", "other": "full trace", **SOME.spread("tokens")}],
+        [{"rule": "OS-Pruner price=5e-5", "other": "full trace", **SOME.spread("tokens")}],
         "differences",
     ),
     frontiers=frame_of(
@@ -78,7 +78,7 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
 def test_files_of_version_1_are_read() -> None:
     number = SOME._asdict()
     rows = [
-        {"method": "OS-Pruner", "parameter": p, "parameter_name": "λ", "accuracy": number,
+        {"method": "OS-Pruner", "parameter": p, "parameter_name": "price", "accuracy": number,
          "aes": dict.fromkeys(number), "rewards": [[1e-3, number]]}
         for p in (1e-4, 5e-5)
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_files_of_version_1_are_read() -> None:
     )  # fmt: skip
     assert found.frame["kind"].tolist() == ["rule", "rule", "limit"]
     assert found.frame["chosen"].tolist() == [False, True, False]
-    assert found.frame["setting"][0] == "λ=1e-4"
+    assert found.frame["setting"][0] == "price=1e-4"
     assert Estimate.of(found.frame.loc[1], "accuracy") == SOME
     assert math.isnan(found.frame["aes"][1])
     assert prices_of(found.frame, "reward") == {1e-3: "reward@1e-3"}
@@ -133,13 +133,13 @@ def test_numbers_and_names_as_text() -> None:
     assert Estimate(-0.0004, -0.004, math.nan).text(1, 2, signed=True) == "+0.00 [+0.00, –]"
     assert Estimate(12345.6, 12000, 12500).text(1, 0) == "12,346 [12,000, 12,500]"
     prices = (0.0, 5e-5, 1e-4, 2.5e-4, 0.05, 9.9999e-5, 9.99999999e-5, 1.0, 10.0)
-    assert " ".join(map(penalty_name, prices)) == ("0 5e-5 1e-4 2.5e-4 5e-2 9.9999e-5 1e-4 1e0 1e1")
+    assert " ".join(map(price_name, prices)) == ("0 5e-5 1e-4 2.5e-4 5e-2 9.9999e-5 1e-4 1e0 1e1")
     parameters = (
-        *((None, ""), (5e-3, "λ"), (0.7, "threshold"), (1.0, "threshold")),
+        *((None, ""), (5e-3, "price"), (0.7, "threshold"), (1.0, "threshold")),
         *((110, "tokens"), (4, "step"), (0.4, "nats")),
     )
     assert [parameter_text(*one) for one in parameters] == [
-        "", "λ=5e-3", "≥.70", "≥1.00", "110 tokens", "step 4", "≤0.4 nats",
+        "", "price=5e-3", "≥.70", "≥1.00", "110 tokens", "step 4", "≤0.4 nats",
     ]  # fmt: skip
     lines = markdown_table(["method", "accuracy"], [["P(stop|h)", "77.0\n(half)"]]).splitlines()
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]

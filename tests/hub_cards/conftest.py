@@ -108,7 +108,7 @@ RESULTS = Results(
     frame=frame_of(
         [
             make_result("full trace", 0.72, 205),
-            make_result("OS-Pruner", 0.712, 107, 5e-5, "λ", chosen=True),
+            make_result("OS-Pruner", 0.712, 107, 5e-5, "price", chosen=True),
         ]
     ),
     about={"labels": f"{REASONER}/labels"},

@@ -105,7 +105,7 @@ def test_results_stand_with_their_setting_and_intervals(policy_dir: Path) -> Non
 def test_facts_of_the_making_are_shown(policy_dir: Path) -> None:
     text = shown(policy_dir)
     assert "revision `abc123`" in text
-    assert "| price of a token, λ | 5e-05 |" in text
+    assert "| price of a token | 5e-05 |" in text
     assert "| policy layers | 2 (layers) |" in text
     assert "| decides by | sample |" in text
     assert "| seed | 3 |" in text
@@ -128,7 +128,7 @@ def test_a_warning_and_a_promise_are_shown(policy_dir: Path) -> None:
     save_config(policy_dir, calibrations=[{**PROMISE, "price": 2e-4}], **every)
     text = shown(policy_dir)
     assert "This one policy is the whole trade-off" in text
-    assert "| prices of a token, λ | 0, and 5e-05 to 0.01; default 0.0002 |" in text
+    assert "| prices of a token | 0, and 5e-05 to 0.01; default 0.0002 |" in text
     assert 'stop_policy={"price": 5e-05}' in text
     assert "| 2.0 points | 0.95 | threshold | 0.0002 | 1500 |" in text
 
@@ -136,7 +136,11 @@ def test_a_warning_and_a_promise_are_shown(policy_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "shows", "absent"),
     [
-        ({"method": "probe", "default_mode": "threshold"}, "threshold at 0.5", "λ"),
+        (
+            {"method": "probe", "default_mode": "threshold"},
+            "threshold at 0.5",
+            "| price of a token",
+        ),
         ({"method": "convergence"}, "answer-convergence", "price of a token"),
         ({"num_policy_layers": 0}, "holds a linear head", "a tail of"),
         ({"base_revision": None}, "| base | `org/base-7b` |", "revision"),

@@ -115,7 +115,7 @@ def test_record_and_card_are_those_of_the_repository(publisher: Publisher, run_d
     assert metrics[0]["args"]["interval_95_by_problem"] == [69.2, 73.2]
     assert entry["results"][0]["dataset"]["type"] == "embedded-reasoner-test"
     assert '"org/carded"' in card.text
-    assert "| **OS-Pruner λ=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |" in card.text
+    assert "| **OS-Pruner price=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |" in card.text
     published = Results.read(staged.path / "results.json")
     assert published.about == {"labels": "labels"}, "no folder of this machine"
     assert published.frame.equals(Results.read(run_dir / "results.json").frame)

@@ -99,6 +99,9 @@ def test_settings(
         ),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size and stop_policy excl"),
         ({"forced_eos_token_id": 0}, "forced_eos_token_id and stop_policy exclude each other"),
+        ({"length_penalty": 0.5}, r"price of a token is stop_policy=\{'price': \.\.\.\}"),
+        ({"length_penalty": 1.0}, "length_penalty is for beams"),
+        ({"price": 1e-4}, r"\['price'\] are settings of stop_policy: pass stop_policy=\{'price'"),
         ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings needs the base's tokenizer"),
     ],
 )

@@ -14,7 +14,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
 EVERY_PRICE = "org/ospruner-r1-7b"
-POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")
+POLICIES = ("org/ospruner-r1-7b-price5e-5", "org/ospruner-r1-7b-price2e-5")
 BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 
 

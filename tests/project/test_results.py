@@ -48,8 +48,8 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
     """By area: convergence before the probe, entropy before agreement; our chosen price."""
     rows = [
         row("full trace", 0.7),
-        row("OS-Pruner", 0.6, 1e-3, "λ"),
-        row("OS-Pruner", 0.65, 1e-4, "λ", chosen=True),
+        row("OS-Pruner", 0.6, 1e-3, "price"),
+        row("OS-Pruner", 0.65, 1e-4, "price", chosen=True),
         row("probe (AES)", 0.5, 0.8, "threshold"),
         row("convergence (AES)", 0.4, 0.7, "threshold"),
         row("best fixed budget", 0.3, 110, "tokens"),
@@ -67,7 +67,7 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
     lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
-        "**OS-Pruner, λ=1e-4**",
+        "**OS-Pruner, price=1e-4**",
         "best classifier: convergence, ≥.70",
         "best rule without training: answer entropy",
         "best budget: 110 tokens",
@@ -85,7 +85,7 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
         row("full trace", 0.7),
         row("probe", 0.45, 0.7, "threshold") | estimate(0.1).spread("aes"),
         row("probe", 0.5, 0.8, "threshold") | estimate(0.2).spread("aes"),
-        *(row(EVERY_PRICE, 0.6 - price, price, "λ") for price in prices),
+        *(row(EVERY_PRICE, 0.6 - price, price, "price") for price in prices),
         row("best fixed budget", 0.3, 110, "tokens", kind="limit"),
     ]
     frame = frame_of([one | asked for one in rows])
@@ -93,8 +93,8 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
     lines = tables.at_prices(results.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
-        "OS-Pruner, one policy, λ=9e-5",
-        "OS-Pruner, one policy, λ=9e-4",
+        "OS-Pruner, one policy, price=9e-5",
+        "OS-Pruner, one policy, price=9e-4",
         "probe, ≥.70",
         "probe, ≥.80",
         "best fixed budget, 110 tokens",
@@ -103,15 +103,15 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
     without = replace(results, frame=frame.assign(chosen=frame.index == 7))
     lines = tables.at_prices(without.to_dict()).splitlines()[3:-3]
     assert [line.split("|")[1].strip() for line in lines] == [
-        "OS-Pruner, one policy, λ=0",
-        "**OS-Pruner, one policy, λ=9e-4** (chosen on validation)",
+        "OS-Pruner, one policy, price=0",
+        "**OS-Pruner, one policy, price=9e-4** (chosen on validation)",
     ]
     frontiers = areas_of(
         dict.fromkeys((EVERY_PRICE, "probe", "answer entropy", "fixed budget"), 0.5)
     )
     lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[3:6]
     assert [line.split("|")[1].strip() for line in lines] == [
-        "**OS-Pruner, one policy, λ=9e-5**",
-        "**OS-Pruner, one policy, λ=9e-4**",
+        "**OS-Pruner, one policy, price=9e-5**",
+        "**OS-Pruner, one policy, price=9e-4**",
         "best classifier: probe, ≥.80",
     ]

@@ -72,10 +72,18 @@ def test_a_request_goes_before_the_defaults(
         ({"min_thinking_tokens": 5, "max_thinking_tokens": 4}, "max_thinking_tokens is 4, below"),
         ({"stop_id": "a\nb"}, r"stop_id is 'a\\nb'; it must be a text of 1 to 256 printable"),
         ({"stop_mode": "x" * 9999}, r"stop_mode is 'x{199}\.\.\. \(10001 characters\); it must be"),
+        *(  # without the prefix, or as others call it
+            ({word: 0.5}, f"vllm_xargs: {word} is written stop_{key} here: send stop_{key}")
+            for word, key in (
+                *(("price", "price"), ("threshold", "threshold"), ("mode", "mode")),
+                *(("length_penalty", "price"), ("stop_length_penalty", "price")),
+                *(("lambda", "price"), ("first_sample_index", "sample_index")),
+            )
+        ),
         *(  # near misses, names of old, and what a server alone may say
             ({key: 0.5}, rf"no \['{key}'\]; the policy's keys are \['stop_policy'.*stop_price")
             for key in (
-                *("max_thinking_token", "stop_treshold", "stop_length_penalty", "stop_domain"),
+                *("max_thinking_token", "stop_treshold", "stop_domain"),
                 *(CONTROL, *OF_SERVERS),
                 *("thinking_budget", "thinking_token_budget", "max_think_tokens", "budget_tokens"),
             )

@@ -59,7 +59,7 @@ def test_the_price_of_indifference_is_what_thresholds_compare(
 
 @pytest.fixture(scope="module")
 def trained(labelled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a policy of every price, `run`, and one of a lambda, `fixed`."""
+    """A folder with a policy of every price, `run`, and one of a price, `fixed`."""
     folder = tmp_path_factory.mktemp("every-price")
     fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 2}
     trained_on(labelled / "train", folder / "run", **fields, learning_rate=5e-4)
@@ -209,7 +209,7 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(
     config = OSPrunerConfig.from_pretrained(policy)
     kept = StopPolicyConfig(max_loss=0.4).with_defaults(config)
     assert (kept.mode, kept.threshold, kept.price) == ("sample", None, price)
-    with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one lambda"):
+    with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one price"):
         calibrate(fixed, labels, 0.4, mode="sample")
     with pytest.raises(ValueError, match="mode is 'draw'; it must be 'sample' or"):
         calibrate(fixed, labels, 0.4, mode="draw")  # type: ignore[arg-type]

@@ -109,8 +109,8 @@ def test_a_killed_run_ends_with_the_same_bits(
     ]  # fmt: skip
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "killed" / "lam2e-2").is_dir()
-    assert not (tmp_path / "killed" / "lam1e-2").exists()
+    assert (tmp_path / "killed" / "price2e-2").is_dir()
+    assert not (tmp_path / "killed" / "price1e-2").exists()
     (tmp_path / "killed" / "checkpoint-13").mkdir()
     (tmp_path / "killed" / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
     threads = torch.get_num_threads()

@@ -47,7 +47,7 @@ def test_annealed_policies_earn_more_than_never_stopping(
     before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
     settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 30}
     results = fit(settings, make_labels(128))
-    assert [result.path.name for result in results] == ["lam3e-2", "lam1e-2", "lam5e-3"]
+    assert [result.path.name for result in results] == ["price3e-2", "price1e-2", "price5e-3"]
     assert [result.price for result in results] == [3e-2, 1e-2, PRICE]
     # What is told of each is true of the saved one.
     held_out = make_labels(40, seed=1, prefix="v")
@@ -387,5 +387,5 @@ def test_one_policy_is_pushed_by_its_folder(
     assert published == [((trainer.policies[0].path, "org/policy"), {"private": True})]
     several = make_trainer(SHORT | {"prices": [2e-2, 1e-2]}, out=tmp_path / "two")
     several.train()
-    with pytest.raises(ValueError, match="2 policies are trained here .*lam1e-2.*: publish one"):
+    with pytest.raises(ValueError, match="2 policies are trained here .*price1e-2.*: publish one"):
         several.push_to_hub("org/policy")

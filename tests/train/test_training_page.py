@@ -51,4 +51,4 @@ def test_every_command_runs(
         done.append(result.output)
     assert len(done) == len(lines) - 1  # one of them is a script
     assert all("On the validation traces" in output for output in done)
-    assert (tmp_path / "runs" / "annealed" / "lam5e-5" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "annealed" / "price5e-5" / "model.safetensors").is_file()

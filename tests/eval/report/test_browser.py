@@ -56,8 +56,8 @@ def test_tables_sort_by_a_click_and_by_keyboard(browser: Browser, page: str) -> 
 def test_the_viewer_answers_to_keys_and_names_what_it_shows(browser: Browser, page: str) -> None:
     browser.open(page + "#traces")
     browser.press("m")
-    assert shown(browser)["method"] == "OS-Pruner λ=1e-4"
-    assert browser.text("#saved") == "OS-Pruner λ=1e-4 saves 22 of 40 thinking tokens."
+    assert shown(browser)["method"] == "OS-Pruner price=1e-4"
+    assert browser.text("#saved") == "OS-Pruner price=1e-4 saves 22 of 40 thinking tokens."
     browser.press("s")
     assert shown(browser)["step"] == "2"
     assert browser.run("document.querySelector('[aria-current=true]').id") == "step-2"
@@ -65,7 +65,7 @@ def test_the_viewer_answers_to_keys_and_names_what_it_shows(browser: Browser, pa
     assert browser.run(f"{bar}.getAttribute('aria-label')") == "stop probability 0.700"
     filled = browser.run(f"{bar}.firstChild.offsetWidth / {bar}.clientWidth")
     assert abs(filled - 0.7) < 0.03
-    assert "stops here: OS-Pruner λ=1e-4" in browser.text("#step-2")
+    assert "stops here: OS-Pruner price=1e-4" in browser.text("#step-2")
     assert "✓ right" in browser.text("#step-2")
     assert "✗ wrong" in browser.text("#step-3")
     assert "</script><b>x</b>" in browser.text("#step-1")
@@ -84,7 +84,7 @@ def test_the_viewer_draws_what_going_on_pays(browser: Browser, page: str) -> Non
     browser.open(page + "#traces")
     assert browser.run("document.querySelector('.pays')") is None
     browser.press("m", "m")
-    assert shown(browser)["method"] == "OS-Pruner, one policy λ=1e-4"
+    assert shown(browser)["method"] == "OS-Pruner, one policy price=1e-4"
     assert "goes on at every price" in browser.text("#step-1")
     assert "going on pays up to 1.0e-4 a token" in browser.text("#step-2")
     for step, filled in ((1, 1.0), (2, 0.6)):
@@ -103,22 +103,24 @@ def test_a_methods_many_settings_stand_together(browser: Browser, page: str) -> 
     rows = (
         "[...document.querySelectorAll('#trace table tbody tr')].map(r => r.cells[0].textContent)"
     )
-    many = "OS-Pruner, one policy λ=4e-4 · one of 7 settings"
-    assert browser.run(rows) == ["full trace", many, "OS-Pruner λ=1e-4"]
+    many = "OS-Pruner, one policy price=4e-4 · one of 7 settings"
+    assert browser.run(rows) == ["full trace", many, "OS-Pruner price=1e-4"]
     label = "document.querySelector('#pick-method optgroup').label"
     assert browser.run(label) == "OS-Pruner, one policy"
     assert browser.run("document.querySelectorAll('#pick-method optgroup option').length") == 7
     browser.press("m")
-    assert shown(browser)["method"] == "OS-Pruner, one policy λ=4e-4"
+    assert shown(browser)["method"] == "OS-Pruner, one policy price=4e-4"
     browser.press("]")
-    assert shown(browser)["method"] == "OS-Pruner, one policy λ=5e-4"
-    assert browser.run(rows)[1].startswith("OS-Pruner, one policy λ=5e-4")
+    assert shown(browser)["method"] == "OS-Pruner, one policy price=5e-4"
+    assert browser.run(rows)[1].startswith("OS-Pruner, one policy price=5e-4")
     browser.press("[", "[", "[", "[", "[", "[")
-    assert shown(browser)["method"] == "OS-Pruner, one policy λ=1e-4"
-    assert "OS-Pruner, one policy λ=3e-4 to λ=5e-4 (3)" in browser.text("#step-2")
-    assert "stops here: OS-Pruner, one policy λ=6e-4 to λ=7e-4 (2)" in browser.text("#step-1")
+    assert shown(browser)["method"] == "OS-Pruner, one policy price=1e-4"
+    assert "OS-Pruner, one policy price=3e-4 to price=5e-4 (3)" in browser.text("#step-2")
+    assert "stops here: OS-Pruner, one policy price=6e-4 to price=7e-4 (2)" in browser.text(
+        "#step-1"
+    )
     browser.press("m")
-    assert shown(browser)["method"] == "OS-Pruner λ=1e-4"
+    assert shown(browser)["method"] == "OS-Pruner price=1e-4"
     browser.press("m")
     assert shown(browser)["method"] == "full trace"
     assert browser.errors() == []

@@ -97,7 +97,7 @@ def test_the_papers_tables_and_pictures_stand_beside_it(written: dict[str, Path]
 
 def test_every_number_of_the_tables_has_its_interval(written: dict[str, Path]) -> None:
     text = written["report.html"].read_text("utf-8")
-    rows = re.findall(r">OS-Pruner λ=5e-5</th>(.*?)</tr>", text, re.DOTALL)
+    rows = re.findall(r">OS-Pruner price=5e-5</th>(.*?)</tr>", text, re.DOTALL)
     assert rows
     for row in (row for row in rows if row.count("<td") in (2, 4)):  # rewards, main numbers
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", row)

@@ -98,7 +98,7 @@ def test_measured_stands_beside_published() -> None:
     frame = with_published(make_results()).set_index(["method", "setting"])
     paper = frame[["paper_accuracy_percent", "paper_length_tokens"]]
     assert paper.loc[("full trace", "")].tolist() == [88.7, 1219]
-    assert paper.loc[("OS-Pruner", "λ=5e-5")].tolist() == [88.0, 496]
+    assert paper.loc[("OS-Pruner", "price=5e-5")].tolist() == [88.0, 496]
     assert paper.loc[("probe", "≥.70")].tolist()[1] == 632
     assert paper.loc[("fixed budget", "200 tokens")].isna().all()
     free = with_published(make_results(answer="free")).iloc[0]

@@ -39,7 +39,7 @@ def pixels(figure: Figure) -> FloatArray:
 
 def frontier(step: float) -> list[dict[str, Any]]:
     return [
-        make_result(FRONTIER, 0.62 - 0.14 * 0.55**i, 40 + step * i, price, "λ")
+        make_result(FRONTIER, 0.62 - 0.14 * 0.55**i, 40 + step * i, price, "price")
         for i, price in enumerate([5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0])
     ]
 
@@ -130,7 +130,7 @@ def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> 
     told = {"accuracy": 0.6, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}
     record = {
         "settings": {"head": head},
-        "policies": {f"lam{price}": {"price": price, **told} for price in prices},
+        "policies": {f"price{price}": {"price": price, **told} for price in prices},
     }
     write_checked(folder / "run.json", record)
     found = [
@@ -156,13 +156,13 @@ def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
 def test_dynamics_are_drawn_over_steps(tmp_path: Path) -> None:
     finished_run(tmp_path, [1e-3, 1e-4])
     upper, lower = draw_dynamics(tmp_path).axes
-    assert [text.get_text() for text in upper.texts] == ["λ=1e-3", "λ=1e-4"]
+    assert [text.get_text() for text in upper.texts] == ["price=1e-3", "price=1e-4"]
     line = {str(line.get_label()): line for line in upper.get_lines()}["policy on validation"]
     assert np.asarray(line.get_xdata()).tolist() == [3, 6, 9, 10, 12, 15, 18, 20]
     assert np.asarray(line.get_ydata()).tolist()[-2:] == pytest.approx([68, 60])
-    assert "λ annealed" in upper.get_legend_handles_labels()[1]
+    assert "price annealed" in upper.get_legend_handles_labels()[1]
     assert lower.get_xlabel() == "optimiser steps"
     finished_run(tmp_path, [1e-3], "price")
     upper, _ = draw_dynamics(tmp_path).axes
-    assert upper.texts[0].get_text() == "every λ, drawn at λ=1e-3"
-    assert "λ annealed" not in upper.get_legend_handles_labels()[1]
+    assert upper.texts[0].get_text() == "every price, drawn at price=1e-3"
+    assert "price annealed" not in upper.get_legend_handles_labels()[1]

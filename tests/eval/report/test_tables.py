@@ -44,7 +44,7 @@ PRICES = (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0)
 RESULTS = [
     make_result(FULL, 0.60, 200),
     *(
-        make_result(FRONTIER, 0.62 - 0.1 / (i + 1), 40 + 12 * i, p, "λ")
+        make_result(FRONTIER, 0.62 - 0.1 / (i + 1), 40 + 12 * i, p, "price")
         for i, p in enumerate(PRICES)
     ),
     *(make_result("probe", 0.5 + t / 10, 150 * t, t, "threshold") for t in (0.7, 0.8, 0.9)),
@@ -119,7 +119,7 @@ def test_scores_of_two_variants_are_not_mixed() -> None:
 
 def test_differences_have_signs() -> None:
     difference = {
-        "rule": "OS-Pruner λ=5e-5",
+        "rule": "OS-Pruner price=5e-5",
         "other": "convergence (1 point) ≥.95",
         **Estimate(0.012, -0.001, 0.02).spread("accuracy"),
         **Estimate(-17.2, -19, -15).spread("tokens"),
@@ -130,7 +130,7 @@ def test_differences_have_signs() -> None:
     row = next(line for line in lines if "convergence (1 point) ≥.95" in line)
     # No minus zero, no "nan".
     assert all(part in row for part in ("+1.2 ±1.3", "-17.2 ±2.2", "+7.8 ±0.9", "+0.00 ±–"))
-    assert any("OS-Pruner λ=5e-5 less each other" in line for line in lines)
+    assert any("OS-Pruner price=5e-5 less each other" in line for line in lines)
 
 
 @pytest.mark.parametrize("prices", [1, 4, 7])
@@ -218,7 +218,7 @@ def test_settings_chosen_on_validation_are_shown() -> None:
 def test_csv_holds_every_number_with_its_interval() -> None:
     rows = list(csv.DictReader(io.StringIO(full_table(FRAME, MODEL).csv())))
     assert len(rows) == 8
-    row = {row["Method / Param"]: row for row in rows}["OS-Pruner λ=5e-5"]
+    row = {row["Method / Param"]: row for row in rows}["OS-Pruner price=5e-5"]
     frame = TWO[0].frame
     result = Estimate.of(frame[frame["parameter"] == 5e-5].iloc[0], "accuracy")
     for end, value in zip(("", " low", " high"), result, strict=True):
@@ -242,7 +242,7 @@ def test_markdown_and_latex_are_whole() -> None:
         assert "%" not in text.replace(r"\%", "")
         assert f"tab:{table.name}" in text
     assert r"\textbf{" in best_aes_table(FRAME).latex()
-    assert r"$\lambda$=5e-5" in full_table(FRAME, MODEL).latex()
+    assert "price=5e-5" in full_table(FRAME, MODEL).latex()
 
 
 def test_forced_and_free_are_never_mixed() -> None:
