@@ -130,7 +130,7 @@ class OSPrunerConfig(PreTrainedConfig):
     method: str = "os-pruner"
     default_mode: str = "sample"
     default_threshold: float = 0.5
-    reasoning_format: dict[str, str] | None = None
+    reasoning_format: dict[str, Any] | None = None
     task: dict[str, Any] | None = None
     calibrations: list[dict[str, Any]] | None = None
     ospruner_version: str | None = None

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from .configuration_ospruner import check_integer
+
 try:
     from jinja2.exceptions import TemplateError
 except ImportError:  # then no chat template can be rendered at all
@@ -27,7 +29,7 @@ except ImportError:  # then no chat template can be rendered at all
 Place = tuple[int, int]  # of a literal: its first token, and the one after its last
 _CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")  # of tools, in Qwen3 and DeepSeek
 # Stored where they say something.
-_OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args")
+_OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args", "step_tokens")
 # Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
 _HAND_ON = """{%- set ospruner = namespace(turns=[]) %}{%- for turn in messages %}
 {%- set said = turn.reasoning or turn.reasoning_content %}
@@ -62,6 +64,8 @@ class ReasoningFormat:
             answer, such as "The final answer is": they end the thinking, and stand in the closing.
         template_args: arguments of the chat template, a JSON object such as
             '{"enable_thinking": true}'; empty for none.
+        step_tokens: a step also ends after so many tokens without an end, so that a loop without
+            blank lines can be stopped; 0: never, as in the paper.
     """
 
     name: str
@@ -75,11 +79,13 @@ class ReasoningFormat:
     answer_end: str = ""
     answer_phrase: str = ""
     template_args: str = ""
+    step_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, str):
+            if name != "step_tokens" and not isinstance(value, str):
                 raise TypeError(f"reasoning format: {name} is {value!r}; it must be a text")
+        check_integer("reasoning format", "step_tokens", self.step_tokens, 0)
         wrong = {
             "name and closing must not be empty": not (self.name and self.closing),
             "steps must be '' or 'prose'": self.steps not in ("", "prose"),
@@ -127,7 +133,7 @@ class ReasoningFormat:
             head += _HAND_ON
         return template if not head or template.startswith(head) else head + "{{- '' }}" + template
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | int]:
         """The literals by field name, as stored in configurations and manifests."""
         return {k: v for k, v in vars(self).items() if v or k not in _OPTIONAL}
 
@@ -261,6 +267,8 @@ class BoundaryState:
     In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
     code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
 
+    Where the format has `step_tokens`, so many tokens since the last step end are a step, too.
+
     Attributes:
         ended: whether the thinking has ended; from there on nothing is a boundary.
         calls: whether it has ended with the opening of a call.
@@ -293,6 +301,11 @@ class BoundaryState:
         self._inside, self._headed, self._header = True, False, list[int]()
         self._role_tokens = 0 if self._channels is None else self._channels.role_tokens
 
+    @property
+    def step_tokens(self) -> int:
+        """The tokens taken since the last step end."""
+        return self.thinking_tokens - self._last_step
+
     def push(self, token: int) -> bool:
         """Takes the next token; whether it ends a step."""
         fmt = self._format
@@ -317,6 +330,7 @@ class BoundaryState:
         if fmt.format.steps == "prose":
             text = fmt.texts[token] if token < len(fmt.texts) else ""
             boundary = self._ends_prose(kind, text, boundary)
+        boundary = boundary or 0 < fmt.format.step_tokens <= self.step_tokens
         self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
         if self._starting is not None and self._starting.push(token):
             self._visible = bool(self._starting.overhang.strip())

@@ -307,6 +307,11 @@ class StopRow:
         self._last: int | None = None
 
     @property
+    def step_tokens(self) -> int:
+        """The thinking tokens since the last step end."""
+        return self._boundary.step_tokens
+
+    @property
     def asks(self) -> bool:
         """Whether the policy is to be asked at the step end where it is."""
         stride = 1 if self._plan.settings.rule is not None else self._plan.step_stride

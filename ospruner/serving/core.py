@@ -95,13 +95,14 @@ class ServedRow:
             self.complete = token not in self.plan.eos_ids
         self.taken += 1
 
-    def may_turn(self, token: int) -> bool:
-        """Whether a next token may end a step or the thinking, or find neither going on."""
+    def may_turn(self, token: int, place: int = 1) -> bool:
+        """Whether the place-th next token may end a step or the thinking, or find neither on."""
         fmt = self.plan.token_format
         if not self.thinks or token in self.plan.eos_ids or token in fmt.added_ids:
             return True
         breaks = token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
-        return breaks or fmt.end_marker is not None
+        full = 0 < fmt.format.step_tokens <= self.row.step_tokens + place
+        return breaks or full or fmt.end_marker is not None
 
     def come_back(self, prompt_ids: Sequence[int], text_ids: Sequence[int]) -> None:
         """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in."""

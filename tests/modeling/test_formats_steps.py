@@ -43,30 +43,47 @@ def kinds_of(pieces: list[str]) -> bytes:
     return bytes(0 if i == MARKER else kind_of(piece) for i, piece in enumerate(pieces))
 
 
-def reference_boundaries(pieces: list[str]) -> list[bool]:
+def reference_boundaries(pieces: list[str], most: int = 0) -> list[bool]:
     """The rule as it is written down, over texts: slow and plain."""
-    out = []
+    out: list[bool] = []
     since = ""  # text since the last boundary
     previous = ""
+    length = 0
     for piece in pieces:
         marker = piece == "<think>"
         shown = "" if marker else piece
         lone = shown == "\n" and previous.endswith("\n")
         broken = "\n\n" in shown or lone
         head, _, rest = shown.rpartition("\n\n") if "\n\n" in shown else (shown, "", "")
-        boundary = broken and bool((since + head).strip())
+        length += 1
+        boundary = (broken and bool((since + head).strip())) or length == most
+        length = 0 if boundary else length
         out.append(boundary)
         since = rest if boundary else since + shown
         previous = shown
     return out
 
 
-@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=30))
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=30), st.sampled_from([0, 1, 2, 5]))
 @settings(max_examples=500, deadline=None)
-def test_boundaries_follow_the_rule(ids: list[int]) -> None:
-    state = BoundaryState(made_format(kinds_of(PIECES)))
+def test_boundaries_follow_the_rule(ids: list[int], most: int) -> None:
+    literals = replace(DEEPSEEK_R1, step_tokens=most)
+    state = BoundaryState(made_format(kinds_of(PIECES), literals))
     found = [state.push(i) for i in ids]
-    assert found == reference_boundaries([PIECES[i] for i in ids])
+    assert found == reference_boundaries([PIECES[i] for i in ids], most)
+
+
+def test_a_loop_without_blank_lines_has_steps(real_r1: Compiled) -> None:
+    tokenizer, fmt = real_r1
+    ids = tokenizer.encode("So 4 bottles. " * 40, add_special_tokens=False)
+    assert fmt.step_ends(ids) == [len(ids)]
+    capped = replace(fmt, format=replace(fmt.format, step_tokens=64))
+    assert capped.step_ends(ids)[:2] == [64, 128]
+    assert ReasoningFormat.from_dict(capped.format.to_dict()) == capped.format
+    assert "step_tokens" not in fmt.format.to_dict()
+    for wrong in (-1, True, 2.0, "64"):
+        with pytest.raises((TypeError, ValueError), match="step_tokens"):
+            replace(fmt.format, step_tokens=wrong)
 
 
 @pytest.mark.parametrize(

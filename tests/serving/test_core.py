@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def compiled(form: ReasoningFormat) -> TokenFormat:
     )
 
 
-FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN)]
+SHORT = replace(DEEPSEEK_R1, step_tokens=5)
+FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN, SHORT)]
 
 
 def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **said: Any) -> Any:
@@ -97,7 +99,7 @@ def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
     for _ in range(30):
         before = seen(row)
         tokens = [row.row.forced[0]] if row.row.forced else draw.choices(frequent, k=3)
-        quiet = not any(map(row.may_turn, tokens))
+        quiet = not any(row.may_turn(token, place + 1) for place, token in enumerate(tokens))
         ahead, plain = row.ahead(), copy.deepcopy(row)
         for token in tokens:
             ahead.take(token)

@@ -91,6 +91,10 @@ class LabelConfig:
     exclude: tuple[str, ...] = _help("Drop what is also in these benchmarks or files.", ())
     format: str | None = _help("A format's name, or a JSON file with its literals.")
     wind_down: str | None = _help("A sentence forced before the closing.")
+    step_tokens: int = _help(
+        "A step also ends after so many tokens without a paragraph's end; 0: never, as the paper.",
+        256,
+    )
     template_arg: tuple[str, ...] = _help(
         "Of the chat template: enable_thinking=true. Repeatable.", ()
     )
@@ -362,6 +366,7 @@ def read_format(
     wind_down: str | None = None,
     task: Task | None = None,
     template_args: Mapping[str, Any] | None = None,
+    step_tokens: int = 0,
 ) -> TokenFormat:
     """The reasoning format of a base.
 
@@ -372,6 +377,7 @@ def read_format(
         wind_down: a sentence forced before the closing; None: the format's own.
         task: shapes the forced answer; None for the format's own, an open box.
         template_args: of the chat template; None or {}: the format's own.
+        step_tokens: of a format that says none.
 
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
@@ -381,6 +387,7 @@ def read_format(
         chosen = replace(chosen, wind_down=wind_down)
     if template_args:
         chosen = replace(chosen, template_args=json.dumps(template_args, sort_keys=True))
+    chosen = replace(chosen, step_tokens=chosen.step_tokens or step_tokens)
     if task is not None:
         chosen = task.shape(chosen)
     return TokenFormat.compile(chosen, tokenizer)
@@ -393,7 +400,8 @@ def _format_of(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Ta
             f"template arguments {unread} do not occur in the chat template of {config.base!r}: "
             "leave them out, or write them as the template does"
         )
-    return read_format(config.format, tokenizer, config.wind_down, task, given)
+    literals = config.format, tokenizer, config.wind_down, task, given, config.step_tokens
+    return read_format(*literals)
 
 
 def _prompt_date(tokenizer: PreTrainedTokenizerBase, out: str) -> str:

@@ -213,7 +213,9 @@ class V2Processor(LogitsProcessor):
     ) -> None:
         """The rows after drafted tokens, as if these were accepted, of what stands in slots."""
         drafted = [row for row in rows if row.drafts and row.slot in standing]
-        turning = {row.slot for row in drafted if standing[row.slot].may_turn(row.token)}
+        turning = {
+            row.slot for row in drafted if standing[row.slot].may_turn(row.token, row.drafts)
+        }
         ahead = {slot: standing[slot].ahead() for slot in turning}
         for depth in range(1, 1 + max((row.drafts for row in drafted), default=0)):
             level = [(r, ahead[r.slot]) for r in drafted if r.drafts == depth and r.slot in ahead]
