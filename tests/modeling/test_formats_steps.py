@@ -83,7 +83,7 @@ def test_a_loop_without_blank_lines_has_steps(real_r1: Compiled) -> None:
     assert "step_tokens" not in fmt.format.to_dict()
     for wrong in (-1, True, 2.0, "64"):
         with pytest.raises((TypeError, ValueError), match="step_tokens"):
-            replace(fmt.format, step_tokens=wrong)
+            ReasoningFormat.from_dict(fmt.format.to_dict() | {"step_tokens": wrong})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_format_refuses_bad_literals() -> None:
         ({"think_end": "", "answer_phrase": "Answer:"}, "answer_phrase must stand in closing"),
     ):
         with pytest.raises(ValueError, match=said):
-            replace(DEEPSEEK_R1, **fields)
+            ReasoningFormat.from_dict(DEEPSEEK_R1.to_dict() | fields)
     with pytest.raises(ValueError, match="unexpected keyword argument 'colour'.*its fields"):
         ReasoningFormat.from_dict(
             {"name": "x", "user_instruction": "", "think_end": "e", "box_prefix": "", "colour": ""}
