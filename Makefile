@@ -45,7 +45,8 @@ test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environmen
 		$(BIN)/pytest -rs tests/engines/test_sglang.py tests/serving/sglang $(ARGS)
 
 docs: $(READY) ## these pages as a site, in site/, with search and the API; no network
-	$(BIN)/python docs/tables.py  # the tables of README and docs/results.md, from the JSON files
+	$(BIN)/python docs/tables.py  # the tables of the pages, from the JSON files
+	$(BIN)/python docs/pictures.py  # and their pictures
 	$(BIN)/python docs/site.py  # llms.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

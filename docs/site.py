@@ -13,6 +13,10 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+# GitHub takes a picture's dark version from <source>, the site by the end of its address.
+PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
+)
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 API = (
     ("Policies", "modeling_ospruner", ("OSPrunerForCausalLM", "OSPrunerConfig")),
@@ -36,7 +40,7 @@ API = (
 
 
 def outside(text: str, page: str, repo_url: str = "") -> str:
-    """A page's text with its links to files outside of docs/ changed as the module says.
+    """A page's text with its pictures and its links to files outside of docs/ as on the site.
 
     Args:
         text: Markdown.
@@ -50,12 +54,13 @@ def outside(text: str, page: str, repo_url: str = "") -> str:
             return found[0]
         path, _, anchor = target.partition("#")
         place = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
-        served = place.startswith("docs/") and place.endswith((".md", ".png", ".ipynb"))
+        served = place.startswith("docs/") and place.endswith((".md", ".png", ".svg", ".ipynb"))
         if served or place == "README.md":
             inside = posixpath.relpath("docs/index.md" if place == "README.md" else place, "docs")
             return f"{mark}[{shown}]({inside}{'#' * bool(anchor)}{anchor})"
         return f"[{shown}]({repo_url.rstrip('/')}/blob/main/{place})" if repo_url else shown
 
+    text = PICTURE.sub(r"![\3](\2#only-light)![\3](\1#only-dark)", text)
     parts = CODE.split(text)
     return "".join(one if CODE.fullmatch(one) else LINK.sub(changed, one) for one in parts)
 

@@ -12,6 +12,7 @@ or what it reads of a file:
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,11 +22,11 @@ import pandas as pd
 
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
 from ospruner.eval.report.tables import MAIN, Column, Table
-from ospruner.eval.results import Estimate, Results, prices_of
+from ospruner.eval.results import Results, prices_of
 from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "real-model.md", DOCS / "numbers.md")
 Content = Mapping[str, Any]  # of a JSON file
 BLOCK = re.compile(
     r"(<!-- table: (?P<kind>[a-z-]+) (?P<files>[^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL
@@ -39,19 +40,13 @@ REAL_SETS = {
 SHOWN_EVERY = 6  # of the 31 prices of a policy of every price
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 OURS = (FRONTIER, EVERY_PRICE, "OS-Pruner, annealed")
-CLASSIFIERS = ("LearnStop", *(name for name in METHOD_NAMES.values() if name != FRONTIER))
+CLASSIFIERS = [name for name in METHOD_NAMES.values() if name != FRONTIER]
 SPREAD = {
     "accuracy_points": ("accuracy, points", 2),
     "accuracy_standard_error": ("its standard error", 2),
     "tokens_percent": ("tokens, %", 1),
     "reward_points": ("reward, points", 2),
 }
-
-
-def measures(one: pd.Series) -> list[str]:
-    """Accuracy, thinking tokens, reduction and AES of a row."""
-    shown = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
-    return [Estimate.of(one, name).text(scale, digits) for name, scale, digits in shown]
 
 
 def named(one: pd.Series, chosen: bool = False) -> str:
@@ -156,46 +151,17 @@ def spread(file: Content) -> str:
     return markdown_table(["price", *(head for head, _ in SPREAD.values())], rows)
 
 
-def readme(of_points: Content, of_areas: Content) -> str:
-    """The full trace, ours, the best classifier, rule without training, and budget.
-
-    Ours is the policy that was chosen on validation, or one policy at several prices.
-    """
-    results = Results.from_dict(of_points)
-    areas = Results.from_dict(of_areas).frontiers.set_index("method", drop=False)
-
-    def best(methods: list[str]) -> str:
-        return str(areas.loc[methods, "area"].idxmax())
-
-    def area(method: str) -> str:
-        return Estimate.of(areas.loc[method], "area").text(100, 1)
-
-    rules, chosen = results.rules, results.chosen
-    full = rules.iloc[0]
-    ours = next_to_prices(results) if chosen is None else rules.loc[[chosen]]
-    classifier = best([name for name in areas.index if name in CLASSIFIERS])
-    trained = (*OURS, *CLASSIFIERS, "fixed budget")
-    untrained = best([name for name in areas.index if name not in trained])
-    # The setting that validation chose, or else the best of all.
-    tuned = rules[rules["method"] == f"{classifier} (AES)"]
-    tuned = rules[rules["method"] == classifier] if tuned.empty else tuned[-1:]
-    name, found = classifier, ["–"] * 4
-    if len(tuned):
-        its_rule = tuned.loc[tuned["aes"].fillna(-1e9).idxmax()]
-        name, found = named(pd.Series({**its_rule, "method": classifier})), measures(its_rule)
-    budget = results.frame[results.frame["method"] == "best fixed budget"].iloc[0]
-    rows = [
-        [named(full), *measures(full)[:2], "0.0", "0.00", ""],
-        *(
-            [f"**{named(one)}**", *measures(one), "" if k else area(one["method"])]
-            for k, (_, one) in enumerate(ours.iterrows())
-        ),
-        [f"best classifier: {name}", *found, area(classifier)],
-        [f"best rule without training: {untrained}", *"––––", area(untrained)],
-        [f"best budget: {budget['setting']}", *measures(budget), area("fixed budget")],
-    ]
-    heads = ["", "accuracy %", "thinking tokens", "reduction %", "AES", "area %"]
-    return markdown_table(heads, rows)
+def readme(file: Content) -> str:
+    """The full trace, one policy at several prices, the best classifier and the best budget."""
+    results = Results.from_dict(file)
+    rules, limits = results.rules, results.limits
+    tried = rules[rules["method"].isin(CLASSIFIERS)]
+    classifier = tried.loc[[tried["aes"].fillna(-math.inf).idxmax()]]
+    budget = limits[limits["method"] == "best fixed budget"]
+    found = pd.concat([rules[:1], next_to_prices(results), classifier, budget])
+    labels = [named(one) for _, one in found.iterrows()]
+    labels[-2] = f"best classifier: {labels[-2]}"
+    return Table.of(found, MAIN[:3], labels, corner="").markdown()
 
 
 def real_labels(file: Content) -> str:

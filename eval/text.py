@@ -33,7 +33,9 @@ def parameter_text(parameter: float | None, name: str) -> str:
     if name == "price":
         return f"price={price_name(parameter)}"
     if name == "threshold":
-        return f"≥{parameter:.2f}".replace("0.", ".", 1)
+        # Of quantiles as many digits as tell them apart.
+        digits = f"{parameter:.2f}" if round(parameter, 2) == parameter else f"{parameter:g}"
+        return f"≥{digits}".replace("0.", ".", 1)
     if name == "step":
         return f"step {parameter:g}"
     if name == "nats":

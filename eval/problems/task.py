@@ -2,7 +2,7 @@
 
 `Task` is this interface, for labelling, training, replay and online evaluation alike. Its defaults
 are mathematics (`math`), which is `Math` in bulk. `registry.TASKS` has the built-in ones by name;
-another domain is one file with a subclass (docs/eval.md shows one). A task is named by its
+another domain is one file with a subclass (docs/tasks.md shows one). A task is named by its
 settings, which labels and policies pin.
 """
 

@@ -2,7 +2,7 @@
 
 Table 1 prints an accuracy-efficiency score for each method at its best operating point; the
 tables of the appendix print accuracy and length of every policy, with forced and with free answers.
-docs/paper-notes.md tells where the two, and the text, disagree.
+docs/reproduce.md tells where the two, and the text, disagree.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+    pictures = re.findall(r'<(?:img|source) [^>]*src(?:set)?="([^"]+)"', prose(page))
+    for target in [*re.findall(r"\]\(([^)]+)\)", prose(page)), *pictures]:
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")

@@ -26,11 +26,6 @@ def row(
     return columns | estimate(accuracy).spread("accuracy")
 
 
-def areas_of(areas: dict[str, float]) -> Results:
-    rows = [{"method": name, **estimate(area).spread("area")} for name, area in areas.items()]
-    return Results(dataset="D", setting="S", frontiers=frame_of(rows, "frontiers"))
-
-
 @pytest.fixture
 def tables(load_script: Callable[[str], ModuleType]) -> Any:
     """The script docs/tables.py."""
@@ -44,38 +39,41 @@ def test_the_pages_show_what_the_files_hold(tables: Any) -> None:
         assert tables.filled(text) == text, f"{page.name} is not what `make docs` writes"
 
 
-def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
-    """By area: convergence before the probe, entropy before agreement; our chosen price."""
+def test_the_pictures_show_what_the_files_hold(load_script: Callable[[str], ModuleType]) -> None:
+    """Each keeps a hash of its numbers; light and dark differ in colours alone."""
+    pictures: Any = load_script("docs/pictures.py")
+    stems = {path.stem.removesuffix("-dark") for path in pictures.FOLDER.glob("*.svg")}
+    assert stems == set(pictures.PICTURES)
+    for name, picture in pictures.PICTURES.items():
+        light = (pictures.FOLDER / f"{name}.svg").read_text("utf-8")
+        dark = (pictures.FOLDER / f"{name}-dark.svg").read_text("utf-8")
+        assert picture.digest in light, f"{name} is not what `make docs` draws"
+        assert dark == pictures.darkened(light) != light
+        assert f"pictures/{name}-dark.svg" in "".join(
+            page.read_text("utf-8") for page in pictures.DOCS.glob("*.md")
+        )
+
+
+def test_readme_names_the_best_classifier_and_budget(tables: Any) -> None:
+    """By AES, over all classifiers; of one policy the price that was chosen, or some."""
     rows = [
         row("full trace", 0.7),
-        row("OS-Pruner", 0.6, 1e-3, "price"),
-        row("OS-Pruner", 0.65, 1e-4, "price", chosen=True),
-        row("probe (AES)", 0.5, 0.8, "threshold"),
-        row("convergence (AES)", 0.4, 0.7, "threshold"),
-        row("best fixed budget", 0.3, 110, "tokens"),
+        row(EVERY_PRICE, 0.6, 1e-3, "price"),
+        row("probe", 0.5, 0.8, "threshold") | estimate(0.2).spread("aes"),
+        row("convergence", 0.4, 0.7, "threshold") | estimate(0.3).spread("aes"),
+        row("answer entropy", 0.4, 0.7, "nats") | estimate(0.9).spread("aes"),
+        row("best fixed budget", 0.3, 110, "tokens", kind="limit"),
     ]
     results = Results(dataset="D", setting="S", frame=frame_of(rows))
-    areas = {
-        "OS-Pruner": 0.6,
-        "probe": 0.4,
-        "convergence": 0.5,
-        "answer agreement": 0.2,
-        "answer entropy": 0.3,
-        "fixed budget": 0.55,
-    }
-    frontiers = areas_of(areas)
-    lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[2:]
+    lines = tables.readme(results.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
-        "**OS-Pruner, price=1e-4**",
+        "OS-Pruner, one policy, price=1e-3",
         "best classifier: convergence, ≥.70",
-        "best rule without training: answer entropy",
-        "best budget: 110 tokens",
+        "best fixed budget, 110 tokens",
     ]
-    assert "65.0 [64.0, 66.0]" in lines[1]
-    assert lines[1].endswith("60.0 [59.0, 61.0] |")
+    assert "60.0 [59.0, 61.0]" in lines[1]
     assert "40.0 [39.0, 41.0]" in lines[2]
-    assert lines[2].endswith("50.0 [49.0, 51.0] |")
 
 
 def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> None:
@@ -105,13 +103,4 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
     assert [line.split("|")[1].strip() for line in lines] == [
         "OS-Pruner, one policy, price=0",
         "**OS-Pruner, one policy, price=9e-4** (chosen on validation)",
-    ]
-    frontiers = areas_of(
-        dict.fromkeys((EVERY_PRICE, "probe", "answer entropy", "fixed budget"), 0.5)
-    )
-    lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[3:6]
-    assert [line.split("|")[1].strip() for line in lines] == [
-        "**OS-Pruner, one policy, price=9e-5**",
-        "**OS-Pruner, one policy, price=9e-4**",
-        "best classifier: probe, ≥.80",
     ]

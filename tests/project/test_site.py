@@ -37,6 +37,10 @@ def test_llms_txt_is_what_the_pages_say(site: ModuleType) -> None:
         ("`[a](../x.py)`", "`[a](../x.py)`"),
         ("```\n[a](../x.py)\n```", "```\n[a](../x.py)\n```"),
         ("[a](https://example.org) [b](#c)", "[a](https://example.org) [b](#c)"),
+        (
+            '<picture>\n<source srcset="p/d.svg">\n<img src="p/l.svg" alt="A">\n</picture>',
+            "![A](p/l.svg#only-light)![A](p/d.svg#only-dark)",
+        ),
     ],
 )
 def test_links_out_of_the_site_lead_to_the_repository(

@@ -1,4 +1,4 @@
-"""The paper against its own numbers, as docs/paper-notes.md tells."""
+"""The paper against its own numbers, as docs/reproduce.md tells."""
 
 from __future__ import annotations
 
@@ -176,5 +176,5 @@ def test_flashthinks_free_rows_save_what_the_paper_prints() -> None:
         asked = {name: cell[name] for name in ("model", "benchmark", "answer")}
         base = row("full", method="Baseline", **asked)
         saved = 100 * measured(base, cell, 5000, "cot_tokens")["total_reduction"]
-        # The paper's own rounding of lengths moves it by up to .31 (docs/paper-notes.md).
+        # The paper's own rounding of lengths moves it by up to .31 (docs/reproduce.md).
         assert saved == pytest.approx(cell["reduction_percent"], abs=0.35)
