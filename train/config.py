@@ -76,41 +76,39 @@ class StopConfig(TrainingArguments):
         method: os-pruner (expected reward), or a baseline: probe (is the answer forced here
             right?), convergence (does it stay the same to the end?), final-answer (is it the one
             given at the end?), flashthink (the probe's question to a verifier model).
-        head: price for one policy of every price, which is told it when generating, or fixed for
-            a policy of each price (the paper's), annealed from high to low.
-        prices: of a token. With head price the lowest and the highest, with fixed a falling
-            schedule; auto takes either from the labels, and r1, gpt-oss, drpo are the paper's
-            schedules.
-        prices_per_batch: how many prices a step is taken on, with head price; they share the
-            tail's pass.
-        layers: of the base that the policy copies and tunes; 0 for a head alone.
-        tuning: queries for copies that attend to the base's own keys and values, layers for whole
-            ones (the paper's).
-        adapter_rank: of low-rank adapters beside the copies, which alone are trained and saved; 0
-            for none.
+        head: price trains one policy for all prices of a token, and you say the price when you
+            use it; fixed trains a policy for each price, from high to low (the paper's).
+        prices: prices of a token. With head price the lowest and the highest, with fixed a falling
+            list; auto takes them from the labels; r1, gpt-oss and drpo are the paper's lists.
+        prices_per_batch: how many prices each optimiser step trains on, with head price.
+        layers: how many of the base's last layers the policy copies and tunes; 0 for a head alone.
+        tuning: queries tunes copies that attend to the base's own keys and values; layers tunes
+            whole copies (the paper's).
+        adapter_rank: rank of low-rank adapters beside the copies, which alone are trained and
+            saved; 0 for none.
         entropy_bonus: reward for a nat of the stopping time's entropy, which keeps stop
             probabilities from saturating; None for 0.01 with head price, else 0 (the paper's).
-        head_learning_rate: of the linear head; None for the rule's, or with a `learning_rate` for
-            the same.
+        head_learning_rate: rate of the linear head; left out, by docs/training.md's rule, or the
+            `learning_rate` if you give one.
         average: share of each price's steps, the last ones, whose weights are averaged (arXiv
             1803.05407): the mean is saved and trained on. 0 keeps the last step's (the paper's).
-        batch_size: traces an optimiser step; the result does not depend on the processes.
+        batch_size: traces in an optimiser step, of all processes together.
         micro_batch_tokens: tokens, padding included, that a process takes through the layers at
             once (one trace at least). The parts' gradients add up to the batch's.
         base: the base, if it is no longer where the labels say.
         verifier: FlashThink's model, a folder or Hub id of any causal LM.
         held_out: how many problems to hold out of each label set where no others are given; None
             for 500, or a fifth of few.
-        limit: only the first so many traces of each label set.
+        limit: take only the first N traces of each label set.
         max_ungraded: labels with a greater share of forced answers that the grader could not read
             are refused; an answer that never closed is not the grader's fault.
-        states: folder in which what tails read of the traces is kept for the next command on these
-            labels; None keeps it in memory, if it fits.
-        states_gib: what is kept in memory at the most; if larger, it is computed for each batch.
-        learning_rate: of the tuned layers; None goes by the base's width.
-        num_train_epochs: passes over the traces; None goes by their number.
+        states: folder that keeps what the base computed of the traces, for the next command on
+            these labels; left out, memory keeps it, if it fits.
+        states_gib: how much memory keeps at most; what is larger is computed for each batch.
+        learning_rate: rate of the tuned layers; left out, it follows from the base's width.
+        num_train_epochs: passes over the traces; left out, it follows from their number.
         bf16: whether layers compute in bfloat16; None for on CUDA.
-        seed: of weights, batches and held-out problems.
+        seed: seed of weights, batches and held-out problems.
     """
 
     method: str = "os-pruner"

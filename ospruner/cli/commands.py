@@ -85,7 +85,7 @@ PLAN = Fields("ospruner.doctor.plan:Workload")
 def demo(
     out: Annotated[Path | None, opt("Folder; default: runs/demo.", file_okay=False)] = None,
     quick: Annotated[bool, opt("The one-minute version.", "--quick")] = False,
-    full: Annotated[bool, opt("The proof: 3 seeds, an hour.", "--full")] = False,
+    full: Annotated[bool, opt("The proof: 3 seeds, hours.", "--full")] = False,
     seed: Annotated[int, opt("Seed of problems, sampling and training.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -138,7 +138,7 @@ def labels_import(
 def labels_regrade(
     folder: Annotated[Path, arg("Folder of labels.")],
     allow_code: Annotated[
-        bool, opt("Run programs that the model wrote, locked in.", "--allow-code")
+        bool, opt("Run programs that the model wrote, in a sandbox.", "--allow-code")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -305,7 +305,7 @@ def app_command(
     port: Annotated[int | None, opt("Default: the first free one from 7860.")] = None,
     browser: Annotated[bool, opt("Open a browser, too.", "--browser")] = False,
 ) -> None:
-    """Open a page that asks the base as it is and pruned, side by side."""
+    """Open a page that shows the base's answer and the stopped one, side by side."""
     from ospruner.app.web import PIP_LINE, open_app, open_source
     from ospruner.optional import needed
 
@@ -403,7 +403,7 @@ def doctor(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what is understood of a base or a policy, and what is wrong (status 1)."""
+    """Check a base before you begin, or a policy; status 1 if something is wrong."""
     given = fields_of(context, PLAN)
     if plan:
         from ospruner.doctor.plan import Workload, run_plan

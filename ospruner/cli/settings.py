@@ -25,15 +25,15 @@ class Comparing:
     """Of `ospruner.compare`, and of its tables."""
 
     choose_on: str | None = _opt("Labels of other problems, on which choices are made.")
-    prices: str = _opt("Of a token, for policies of every price: 5e-5,1e-4, or all.", "")
+    prices: str = _opt("Prices of a token at which a policy stops: 5e-5,1e-4, or all.", "")
     online: bool = _opt("Generate on the labels' problems; a run continues.", False)
-    samples: int = _opt("With --online: of each problem.", 16)
-    seed: int = _opt("With --online: of the sampling.", 0)
-    across_tasks: bool = _opt("Take policies that were trained on others.", False)
+    samples: int = _opt("With --online: traces of each problem.", 16)
+    seed: int = _opt("With --online: seed of the sampling.", 0)
+    across_tasks: bool = _opt("Take policies of another task, too.", False)
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
     states: str | None = _opt(_STATES)
-    limit: int | None = _opt("Only the first N.")
+    limit: int | None = _opt("Only the first N traces; problems with --online.")
     batch_problems: int = _opt("Problems in one batch of --online.", 1)
     model: str | None = _opt("What tables call the base.")
     benchmark: str | None = _opt("What tables call the problems.")
@@ -47,8 +47,8 @@ class Comparing:
 class Calibrating:
     """Of `ospruner.calibrate`."""
 
-    confidence: float = _opt("How surely not more is lost.", 0.95)
-    mode: str = _opt("threshold; or sample, of a policy of every price: it draws.", "threshold")
+    confidence: float = _opt("Chance that no more is lost, at least.", 0.95)
+    mode: str = _opt("threshold, or sample: the policy draws its stops.", "threshold")
     values: str | None = _opt("Thresholds, prices, or a rule's, from careful to bold: .9,.8,.7")
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
@@ -63,7 +63,7 @@ class Serving:
     mode: str | None = _opt("sample or threshold.")
     threshold: float | None = _opt("For mode threshold, in [0, 1].")
     max_loss: float | None = _opt("What `ospruner calibrate` promised, such as 0.02.")
-    price: float | None = _opt("Of a token; default: the policy's own.")
+    price: float | None = _opt("Price of a token; default: the policy's own.")
     answer: str | None = _opt("forced, free, or tools.")
     wind_down: str | None = _opt("A sentence forced before the closing.")
     min_thinking_tokens: int | None = _opt("No stop before so many tokens.")

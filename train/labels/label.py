@@ -96,17 +96,17 @@ class LabelConfig:
         256,
     )
     template_arg: tuple[str, ...] = _help(
-        "Of the chat template: enable_thinking=true. Repeatable.", ()
+        "The chat template's own: enable_thinking=true. Repeatable.", ()
     )
-    revision: str | None = _help("Of the base on the Hub.")
+    revision: str | None = _help("The base's commit, branch or tag on the Hub.")
     batch_size: int | None = _help("Rows, or requests, that the engine works on at once.")
     dtype: str = _help("Such as bfloat16; auto: the base's own.", "auto")
     device: str | None = _help("Such as cpu, cuda.")
-    urls: tuple[str, ...] = _help("Endpoints of the engines openai and sglang.", ())
+    urls: tuple[str, ...] = _help("Servers of the engines openai and sglang. Repeatable.", ())
     engine_args: tuple[str, ...] = _help("Such as tensor_parallel_size=2.", ())
     chunk: int = _help("Traces begun and not saved, at most: what a kill may lose.", 128)
     retry_failed: bool = _help("Try traces again that failed in an earlier run.", False)
-    allow_code: bool = _help("Run programs that the model wrote, locked in.", False)
+    allow_code: bool = _help("Run programs that the model wrote, in a sandbox.", False)
     actors: int = _help("Spread over so many engines on a Ray cluster.", 0)
     gpus_per_actor: float = _help("GPUs of each of these engines.", 1.0)
 
