@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
-from .numbers import compared
+from .numbers import compared, in_radians
 from .pool import GradingPool, Verdict
 from .quantities import compared_quantities
 
@@ -189,6 +189,7 @@ def _at_once(reference: str, answer: str) -> Verdict | None:
 
 @lru_cache(maxsize=200_000)
 def _ask(reference: str, answer: str) -> Verdict:
+    reference, answer = in_radians(reference, answer)
     (main, condition), (other, its) = _apart(reference), _apart(answer)
     lone = condition or its
     both = bool(condition and its)

@@ -1,16 +1,18 @@
 r"""Numbers as people write them, where Math-Verify misreads them.
 
 Math-Verify (0.9) takes `1e5` for a product, `2 2/3` for 2 times 2/3, `12 345` for a list, and calls
-1e-10 and 2e-10 equal, since it rounds to six decimals. Forms that it reads well are left to it.
+1e-10 and 2e-10 equal, since it rounds to six decimals. Forms that it reads well are left to it, and
+so are those that people read in two ways: 1.000 and 1,5.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
-__all__ = ["compared", "number_of"]
+__all__ = ["compared", "in_radians", "number_of"]
 
 TOLERANCE = Fraction(1, 10**6)
 """Relative, where decimals do not end: as precise as Math-Verify is near 1."""
@@ -27,9 +29,27 @@ _DECIMAL = rf"(?P<whole>{_DIGITS})?(?P<part>\.\d+)?"
 _TIMES = r"\s*(?:\\times|\\cdot|[x*×·])\s*"
 _POWER = rf"(?:e|{_TIMES}10\s*(?:\^|\*\*))\s*\{{?\(?(?P<power>[+-]?\d{{1,4}})\)?\}}?"
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*{_DECIMAL}(?:{_POWER})?", re.IGNORECASE)
-_OVER = r"(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\})"
+_OVER = r"(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d)))"
 _MIXED = re.compile(rf"(?P<sign>[+-]?)\s*(\d+)(?:\s+|\\ )?{_OVER}")
 _FRACTION = re.compile(rf"(?P<sign>[+-]?)\s*{_OVER}")
+_RECURRING = re.compile(
+    r"(?P<sign>[+-]?)\s*(?P<whole>\d*)\.(?P<fixed>\d*)"
+    r"(?:\\(?:overline|bar|dot)\s*\{?(?P<lined>\d+)\}?|\((?P<round>\d+)\))(?:\.\.\.|\\[lc]?dots|…)?"
+)
+# A comma behind dots between groups of three, or several such dots, can be read in one way alone.
+_CONTINENTAL = re.compile(r"[+-]?\s*\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")
+_SCALES = {
+    **{"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12},
+    **{"万": 10**4, "亿": 10**8},
+}
+_SCALED = re.compile(rf"(?P<number>.*[\d}}])\s*(?P<scale>{'|'.join(_SCALES)})", re.IGNORECASE)
+_ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_ANGLE = re.compile(r"(?P<number>.+?)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?|\\degree|degrees?|度)", re.I)
 
 
 class _Number(NamedTuple):
@@ -59,6 +79,19 @@ def compared(one: str, other: str) -> bool | None:
     return abs(a.value - b.value) <= TOLERANCE * max(abs(a.value), abs(b.value))
 
 
+def in_radians(one: str, other: str) -> tuple[str, str]:
+    """Two texts; where the one is an angle in degrees and the other has a π, both in radians."""
+
+    def turned(text: str, beside: str) -> str:
+        found = _ANGLE.fullmatch(_unwrapped(text)) if re.search(r"\\pi|π", beside) else None
+        number = None if found is None else number_of(found["number"])
+        if number is None:
+            return text
+        return rf"\frac{{{number.numerator}\pi}}{{{180 * number.denominator}}}"
+
+    return turned(one, other), turned(other, one)
+
+
 def number_of(text: str) -> Fraction | None:
     """The number that a text is; None where it is none."""
     found = _read(text)
@@ -71,7 +104,20 @@ def _read(text: str) -> _Number | None:
         text = text[1:-1].strip()
     text, stop = re.subn(r"(?<=[\d})])\s*[.。]$", "", text)
     text, currency = _without_currency(text)
-    plain = not stop and not currency
+    plain, bare = not stop and not currency, _unwrapped(text)
+    if found := _SCALED.fullmatch(bare):
+        scaled = _read(found["number"])
+        scale = _SCALES[found["scale"].lower()]
+        return None if scaled is None else _Number(scaled.value * scale, currency, False)
+    if (spelled := _spelled(bare)) is not None:
+        return _Number(Fraction(spelled), currency, False)
+    if found := _RECURRING.fullmatch(text):
+        again, fixed = found["lined"] or found["round"], found["fixed"]
+        more = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
+        value = Fraction(f"{found['whole'] or 0}.{fixed or 0}") + more
+        return _signed(value, found, currency, False)
+    if _CONTINENTAL.fullmatch(text):
+        text, plain = text.replace(".", "").replace(",", "."), False
     if found := _FRACTION.fullmatch(text):
         top, bottom = (int(n) for n in found.groups()[1:] if n is not None)
         return _signed(Fraction(top, bottom), found, currency, plain) if bottom else None
@@ -86,6 +132,42 @@ def _read(text: str) -> _Number | None:
     value = Fraction(digits + (found["part"] or "")) * Fraction(10) ** int(found["power"] or 0)
     spaced = re.search(r"[\s~\\{]", found["whole"] or "") is not None
     return _signed(value, found, currency, plain and not found["power"] and not spaced)
+
+
+def _unwrapped(text: str) -> str:
+    """A text without dollars around it, and its words without LaTeX around them."""
+    text = re.sub(r"\\(?:text|mathrm)\s*\{\s*([^{}]*?)\s*\}", r" \1", text)
+    return re.sub(r"\\[,;:! ]|~", " ", text).strip(" $")
+
+
+@cache
+def _below_a_thousand() -> dict[str, int]:
+    """Whole numbers by their words."""
+    tens = [f"{ten} {one}" for ten in _TENS for one in ("", *_ONES[1:10])]
+    small = [*_ONES, *(text.strip() for text in tens)]
+    known = {text: n for n, text in enumerate(small)}
+    for n in range(1, 10):
+        known |= {f"{_ONES[n]} hundred {text}": 100 * n + m for m, text in enumerate(small) if m}
+        known[f"{_ONES[n]} hundred"] = 100 * n
+    return known
+
+
+def _spelled(text: str) -> int | None:
+    """A whole number in words, as in "two hundred and five"; None where it is none."""
+    words = " ".join(text.lower().replace("-", " ").split())
+    words = re.sub(r"(?<=hundred|housand|million|billion) and ", " ", words)
+    words, minus = re.subn("^(minus|negative) ", "", words)
+    known, total = _below_a_thousand(), 0
+    for scale in ("billion", "million", "thousand"):
+        before, found, after = words.partition(f" {scale}")
+        if found:
+            if before not in known or after[:1].strip():
+                return None
+            total += known[before] * _SCALES[scale]
+            words = after.strip() or "zero"
+    if words not in known:
+        return None
+    return (-1 if minus else 1) * (total + known[words])
 
 
 def _signed(value: Fraction, found: re.Match[str], currency: str, plain: bool) -> _Number:
