@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,19 @@ SETTINGS: dict[str, Any] = {
 SHORT = SETTINGS | {"prices": [1e-2], "num_train_epochs": 1}
 PRICED = SETTINGS | {"head": "price", "prices": RANGE, "num_train_epochs": 10}
 PROBE = {k: v for k, v in SHORT.items() if k not in ("head", "prices")} | {"method": "probe"}
+
+
+@contextmanager
+def files_for_a_group(folder: Path) -> Iterator[None]:
+    """All that is written into a folder meanwhile can be read by a group, as the umask says."""
+    before = os.umask(0o027)
+    try:
+        yield
+    finally:
+        os.umask(before)
+    files = {file: file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
+    assert len(files) > 3
+    assert {file: mode for file, mode in files.items() if mode != 0o640} == {}
 
 
 @pytest.fixture(scope="session")

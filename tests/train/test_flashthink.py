@@ -18,7 +18,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import load_labels
 
-from .conftest import MakeLabels, log_of, trained_on
+from .conftest import MakeLabels, files_for_a_group, log_of, trained_on
 
 
 def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
@@ -53,10 +53,11 @@ def test_train_save_replay_and_charge(
     labelled: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
 ) -> None:
     labels = labelled / "train"
-    stage = trained_on(
-        labels, tmp_path / "run", method="flashthink", verifier=str(tiny_base_dir), layers=2,
-        learning_rate=2e-3, num_train_epochs=6, limit=40,
-    )  # fmt: skip
+    with files_for_a_group(tmp_path / "run"):
+        stage = trained_on(
+            labels, tmp_path / "run", method="flashthink", verifier=str(tiny_base_dir), layers=2,
+            learning_rate=2e-3, num_train_epochs=6, limit=40,
+        )  # fmt: skip
     assert stage.method == "flashthink"
     losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert losses[-1] < losses[0]

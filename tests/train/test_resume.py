@@ -21,7 +21,7 @@ from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
-from .conftest import PRICED, SETTINGS, SHORT, MakeLabels, log_of
+from .conftest import PRICED, SETTINGS, SHORT, MakeLabels, files_for_a_group, log_of
 
 Fit = Callable[..., list[SavedPolicy]]
 STAGES = SETTINGS | {
@@ -131,8 +131,9 @@ def test_a_run_that_was_broken_off_repeats_the_epoch(
     settings: dict[str, Any], fit: Fit, make_labels: MakeLabels, tmp_path: Path
 ) -> None:
     labels, settings = make_labels(40), settings | {"num_train_epochs": 3, "average": 0.5}
-    with pytest.raises(BrokenOffError):
+    with files_for_a_group(tmp_path / "broken"), pytest.raises(BrokenOffError):
         fit(settings, labels, tmp_path / "broken", progress=ending_at(12))
+    assert [*(tmp_path / "broken").glob("checkpoint-*/*.safetensors")]
     seen: list[int] = []
     (again,) = fit(settings, labels, tmp_path / "broken", progress=ending_at(-1, seen))
     (whole,) = fit(settings, labels, tmp_path / "whole")
