@@ -12,12 +12,14 @@ from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..requests import ID, StopRequest
+from ..requests import ID, StopRequest, misplaced
 
 __all__ = [
     "DEFAULTS_VARIABLE",
     "OWNER",
     "RECORD",
+    "check_body",
+    "check_chat",
     "check_params",
     "check_tuning",
     "excluded",
@@ -58,6 +60,45 @@ def excluded(params: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value and (name, value) != _ONE_BEAM}
 
 
+def check_body(body: bytes) -> None:
+    """Refuses a body over HTTP in which our keys, or budgets, stand where nobody reads.
+
+    All else that is wrong in it is SGLang's to refuse.
+    """
+    try:
+        sent = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(sent, dict) and (beside := misplaced(sent, (OWNER, f"sampling_params.{OWNER}"))):
+        raise ValueError(
+            f"{shown(beside)} would do nothing here: send it within {OWNER!r} (in SGLang's own "
+            "dialect that of 'sampling_params'), a budget of thinking as 'max_thinking_tokens'"
+        )
+
+
+def check_chat(request: Any, parser: str | None) -> None:
+    """Refuses a chat (SGLang's `ChatCompletionRequest`) that the server would take for another.
+
+    Args:
+        request: what was sent.
+        parser: the server's `--reasoning-parser`, which looks at replies alone.
+
+    Raises:
+        ValueError: tools beside a forced box, or a prefilled reply that does not think.
+    """
+    asked = StopRequest(request.custom_params, OWNER)
+    asked.check_tools(request.tools, request.tool_choice, server_defaults())
+    if parser is None or not (request.continue_final_message and request.separate_reasoning):
+        return
+    begun = str(request.messages[-1].content)
+    if "<think>" not in begun or "</think>" in begun:
+        raise ValueError(
+            "continue_final_message is True, and the reply that it begins does not think: "
+            f"SGLang's parser {parser!r} takes what follows for thinking. Send separate_reasoning "
+            "false, or the rendered prompt to /generate"
+        )
+
+
 def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
     """The keys of SGLang's `SamplingParams`; refuses wrong ones by name: over HTTP, a 400."""
     request = StopRequest(params.custom_params, OWNER)
@@ -70,6 +111,14 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
         raise ValueError(
             f"{OWNER}: stop_policy and {shown(found)} exclude each other: neither knows what the "
             "other one forces. Leave one of them out"
+        )
+    marked = (config.reasoning_format or {}).get("think_end", True)
+    strings = [*(params.stop_strs or ()), *(params.stop_regex_strs or ())]
+    if marked and strings and request.settings(server_defaults()) is not None:
+        raise ValueError(
+            f"stop is {shown(strings)}, for which SGLang looks in the thinking, too, and "
+            "would cut it: send stop_token_ids, or stop_policy false in custom_params, or serve "
+            "with vLLM, where strings end answers alone"
         )
     if params.n > 1 and "seed" in request.fields:
         raise ValueError(

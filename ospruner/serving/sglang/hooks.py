@@ -15,8 +15,7 @@ from typing import Any
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ..requests import StopRequest
-from .custom_params import OWNER, RECORD, check_params, server_defaults
+from .custom_params import RECORD, check_body, check_chat, check_params
 from .tapped import OSPrunerSGLang
 
 __all__ = ["ARCHITECTURE", "register"]
@@ -82,12 +81,19 @@ def _check(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
         check_params(tokenized.sampling_params, manager.model_config.hf_config)
 
 
+def _look(manager: Any, obj: Any, request: Any = None) -> None:
+    """Each request over HTTP, whose body FastAPI keeps once it has read it."""
+    body = None if request is None else vars(request).get("_body")
+    if body and _is_policy(manager.model_config):
+        check_body(body)
+
+
 def _check_chat(error: str | None, serving: Any, request: Any) -> str | None:
     """Each chat request, which may offer tools."""
-    if error is None and _is_policy(serving.tokenizer_manager.model_config):
+    manager = serving.tokenizer_manager
+    if error is None and _is_policy(manager.model_config):
         try:
-            asked = StopRequest(request.custom_params, OWNER)
-            asked.check_tools(request.tools, request.tool_choice, server_defaults())
+            check_chat(request, manager.server_args.reasoning_parser)
         except ValueError as found:
             return str(found)
     return None
@@ -102,6 +108,7 @@ _HOOKS = (
     ("managers.tp_worker.TpModelWorker.forward_batch_generation", _meet, HookType.BEFORE),
     (f"{_RUNNER}.sample", _step, HookType.BEFORE),
     (f"{_STREAMER}.build_additional_customized_info", _tell, HookType.AFTER),
+    (f"{_TOKENIZER}.generate_request", _look, HookType.BEFORE),
     (f"{_TOKENIZER}._create_tokenized_object", _check, HookType.AFTER),
     (
         "entrypoints.openai.serving_chat.OpenAIServingChat._validate_request",

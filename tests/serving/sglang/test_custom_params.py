@@ -14,8 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.formats import DEEPSEEK_R1
+from ospruner.formats import PLAIN as PLAIN_FORMAT
 from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
+    check_body,
+    check_chat,
     check_params,
     server_defaults,
 )
@@ -24,6 +27,7 @@ from ospruner.serving.sglang.tapped import BASES, check_start
 
 PLAIN = {
     **dict.fromkeys(("custom_params", "json_schema", "regex", "ebnf", "structural_tag")),
+    **{"stop_strs": [], "stop_regex_strs": [], "ignore_eos": False},
     **{"n": 1, "min_new_tokens": 0, "beam_width": None},
 }
 
@@ -77,6 +81,69 @@ def test_keys_that_a_request_may_have() -> None:
 def test_what_is_refused_is_named(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_params(params(**said), OSPrunerConfig(price=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [
+        ({"custom_params": {"max_thinking_tokens": 9, "stop_mode": "sample"}}, None),
+        ({"sampling_params": {"custom_params": {"stop_threshold": 0.5}}}, None),
+        ({"messages": [{"content": "max_thinking_tokens"}], "metadata": {"stop_id": "a"}}, None),
+        ({"stop_threshold": 0.5}, "stop_threshold"),
+        ({"vllm_xargs": {"stop_policy": True}}, "vllm_xargs.stop_policy"),
+        ({"extra_body": {"custom_params": {"stop_policy": True}}}, "extra_body.custom_params"),
+        ({"chat_template_kwargs": {"thinking_budget": 9}}, "chat_template_kwargs.thinking_budget"),
+        ({"sampling_params": {"max_thinking_tokens": 9}}, "sampling_params.max_thinking_tokens"),
+        ({"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        ([{"stop_threshold": 0.5}], None),
+    ],
+)
+def test_a_setting_where_nobody_reads_it_is_refused(sent: Any, named: str | None) -> None:
+    body = json.dumps(sent).encode()
+    if named is None:
+        check_body(body)
+        check_body(body[:-1])  # no JSON: SGLang's to refuse
+        return
+    with pytest.raises(ValueError, match=rf"{re.escape(named)}.* would do nothing here: send it"):
+        check_body(body)
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "parser", "refused"),
+    [
+        ("So 7.", {}, "qwen3", True),
+        ("<think>I add.</think>So 7", {}, "deepseek-r1", True),
+        ("<think>I add.", {}, "qwen3", False),
+        ("So 7.", {"separate_reasoning": False}, "qwen3", False),
+        ("So 7.", {"continue_final_message": False}, "qwen3", False),
+        ("So 7.", {}, None, False),
+    ],
+)
+def test_a_prefilled_answer_is_refused_where_it_would_come_as_thinking(
+    begun: str, more: dict[str, bool], parser: str | None, refused: bool
+) -> None:
+    asked = {"continue_final_message": True, "separate_reasoning": True, **more}
+    none = dict.fromkeys(("custom_params", "tools", "tool_choice"))
+    request = SimpleNamespace(**asked, **none, messages=[SimpleNamespace(content=begun)])
+    if not refused:
+        check_chat(request, parser)
+        return
+    with pytest.raises(ValueError, match="continue_final_message is True.*separate_reasoning"):
+        check_chat(request, parser)
+
+
+def test_stop_strings_beside_the_policy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True}))
+    config, asked = OSPrunerConfig(), params(stop_strs=["\n\n"])
+    for one in (asked, params(stop_regex_strs=["a+"])):
+        with pytest.raises(ValueError, match="looks in the thinking, too"):
+            check_params(one, config)
+    off = params(stop_strs=["\n\n"], custom_params={"stop_policy": False})
+    assert check_params(off, config).on is False
+    plain = OSPrunerConfig(reasoning_format=PLAIN_FORMAT.to_dict())  # whose reply is one
+    assert check_params(asked, plain).on is None
+    monkeypatch.delenv(DEFAULTS_VARIABLE)
+    assert check_params(asked, config).on is None
 
 
 def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
