@@ -78,10 +78,11 @@ class ServedSource:
                         tokens = part.usage.completion_tokens_details.reasoning_tokens
                     for choice in part.choices:
                         fields = choice.model_dump()
-                        if thought := fields["delta"].get("reasoning"):
+                        delta = fields["delta"]  # servers differ in the name
+                        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
                             tokens += len(fields.get("token_ids") or ())
                             pieces.append((tokens, thought))
-                        answer += fields["delta"].get("content") or ""
+                        answer += delta.get("content") or ""
                     now = time.perf_counter()
                     if pruned and now - looked > _RECORD_SECONDS:
                         record, looked = self._told(f"stops/{name}") or record, now

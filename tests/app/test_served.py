@@ -68,8 +68,8 @@ class StandIn:
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
                 words = WORDS[:3] if body["extra_body"]["stop_policy"] else WORDS
-                for word in words:
-                    self.part({"reasoning": word}, [7])
+                for n, word in enumerate(words):  # servers differ in the name
+                    self.part({("reasoning", "reasoning_content")[n % 2]: word}, [7])
                 self.part({"content": "\\boxed{5}"}, [8])
                 usage: dict[str, Any] = dict.fromkeys(
                     ("prompt_tokens", "completion_tokens", "total_tokens"), 9

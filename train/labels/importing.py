@@ -86,6 +86,7 @@ def read_traces(
         ValueError: a row that is no trace, an unknown field in `columns`, or limit < 1.
     """
     names: dict[str, Sequence[str]] = {name: (name,) for name in (*_PROBLEM, *_TRACE)}
+    names["reasoning"] = ("reasoning", "reasoning_content")  # as servers call it
     if unknown := sorted(set(columns or {}) - set(names)):
         raise ValueError(f"columns names the fields {unknown}; a trace has {list(names)}")
     names |= columns or {}
