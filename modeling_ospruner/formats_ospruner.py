@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,11 @@ except ImportError:  # then no chat template can be rendered at all
     TemplateError = RuntimeError  # type: ignore[assignment, misc]
 
 Place = tuple[int, int]  # of a literal: its first token, and the one after its last
-_CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")  # of tools, in Qwen3 and DeepSeek
+# What opens a call of a tool in the families' templates, such as Mistral's [TOOL_CALLS].
+_CALL_OPENING = re.compile(
+    r"(?i:<(?:[^/<>\s'\"]*[^a-z0-9/])?(?:tool|function)[\W_]?calls?"
+    r"(?:[\W_](?:section_)?(?:begin|start))?[^\w\s<>/]*>)|\[TOOL_CALLS\]|<\|python_tag\|>"
+)
 # Stored where they say something.
 _OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args", "step_tokens")
 # Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
@@ -97,9 +101,9 @@ class ReasoningFormat:
         }
         if found := [what for what, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{'; '.join(found)}: {self}")
-        plain = (str, int, float)
         for name, value in self.template_arguments.items():
-            if not (name.isidentifier() and isinstance(value, plain)) or name in _NO_ARGUMENTS:
+            plain = name.isidentifier() and isinstance(value, str | int | float)
+            if not plain or name in _NO_ARGUMENTS:
                 raise ValueError(
                     f"template_args holds {name}={value!r}; each must be an argument of the chat "
                     f"template itself (not {', '.join(_NO_ARGUMENTS)}): a text, number or boolean"
@@ -236,6 +240,12 @@ class MarkerState:
         self._marker = marker
         self._recent = [before]  # texts, as far back as the marker may have begun
 
+    @property
+    def half(self) -> bool:
+        """Whether the tokens end with a part of it."""
+        text, literal = "".join(self._recent), self._marker.literal
+        return any(text.endswith(literal[:size]) for size in range(1, len(literal)))
+
     def push(self, token: int) -> bool:
         """Takes the next token; whether the marker is complete."""
         literal, texts = self._marker.literal, self._marker.texts
@@ -259,8 +269,9 @@ class BoundaryState:
     "\n", with visible text since the last boundary (its own text up to the break included). Added
     tokens such as `<think>`, and a start marker of several tokens, are no visible text.
 
-    The thinking ends with the end marker, or where a call of a tool opens. An end marker of several
-    tokens ends it before the first of these, but never before the end of a step. With channels, the
+    The thinking ends with the end marker, or where a call of a tool opens; `think_start` at the
+    beginning of a line opens it again. A marker of several tokens ends it before the
+    first of these, but never before the end of a step. With channels, the
     end marker of a thinking message does it, or the header of the answer; other messages (a
     commentary, a call) have no steps and end nothing, and text under no header is thinking.
 
@@ -270,32 +281,39 @@ class BoundaryState:
     Where the format has `step_tokens`, so many tokens since the last step end are a step, too.
 
     Attributes:
-        ended: whether the thinking has ended; from there on nothing is a boundary.
+        ended: whether the thinking has ended; where nothing opens it again, no step follows.
         calls: whether it has ended with the opening of a call.
         closing_written: how many ids of the closing stand there once the thinking has ended.
         overhang: once a marker of several tokens has ended it, the symbols after it in its last
             token; else None.
-        thinking_tokens: the tokens taken before what ended it.
+        thinking_tokens: the tokens taken before what (last) ended it.
         end_tokens: once it has ended, those of the end marker or of the header of the answer; 0
             with a call.
+        answer_tokens: those taken since, from the first visible one on.
 
     Args:
         token_format: of the base.
-        alone: look for the end marker and steps alone: no call and no header ends anything.
+        alone: look for steps and the end marker alone: no call, no header, no second opening.
     """
 
     def __init__(self, token_format: TokenFormat, alone: bool = False) -> None:
-        self._format = token_format
+        self._format, self._alone = token_format, alone
         self._channels = None if alone else token_format.channels
-        self._call_ids = frozenset[int]() if alone else token_format.call_ids
+        self.thinking_tokens = 0
+        self._open_thinking()
+
+    def _open_thinking(self) -> None:
+        fmt = self._format
         self.ended = self.calls = False
-        self.closing_written = self.thinking_tokens = self.end_tokens = 0
+        self.closing_written = self.end_tokens = self._since = self.answer_tokens = 0
         self.overhang: str | None = None
-        end, start = token_format.end_marker, token_format.start_marker
+        end, start, call = fmt.end_marker, fmt.start_marker, fmt.call_marker
         self._ending = None if end is None else MarkerState(end)
         self._starting = None if start is None else MarkerState(start)
-        self._last_step = 0
+        self._calling = None if call is None or self._alone else MarkerState(call, "\n")
+        self._reopening: MarkerState | None = None
         self._visible = self._after_newline = False
+        self._last_step = self.thinking_tokens
         # In prose: within a formula or code, for how many blank lines, after a colon, cut markers.
         self._open, self._bridged, self._colon, self._rest = False, 0, False, ""
         self._inside, self._headed, self._header = True, False, list[int]()
@@ -310,17 +328,27 @@ class BoundaryState:
         """Takes the next token; whether it ends a step."""
         fmt = self._format
         if self.ended:
+            self._since += 1
+            self.answer_tokens += bool(self.answer_tokens or not fmt.is_blank(token))
+            meant = fmt.start_marker is not None or token in fmt.added_ids
+            if self._reopening is not None and self._reopening.push(token) and meant:
+                self.thinking_tokens += self._since
+                self._open_thinking()
             return False
         self.thinking_tokens += 1
         if self._channels is not None and not self._in_thinking_message(token, self._channels):
             return False
-        if token == fmt.think_end_id or token in self._call_ids:
+        if token == fmt.think_end_id or (token in fmt.call_ids and not self._alone):
             self.calls = token != fmt.think_end_id
             self._end(1 - self.calls, 1)
             return False
         if self._ending is not None and self._ending.push(token):
             self.overhang = self._ending.overhang
-            self._end(0, min(self._ending.tokens, self.thinking_tokens - self._last_step))
+            self._end(0, min(self._ending.tokens, self.step_tokens))
+            return False
+        if self._calling is not None and self._calling.push(token):
+            self.calls = True
+            self._end(0, min(self._calling.tokens, self.step_tokens))
             return False
         kind = fmt.kinds[token] if token < len(fmt.kinds) else 0
         broken = bool(kind & BREAK) or bool(kind & NEWLINE and self._after_newline)
@@ -330,7 +358,8 @@ class BoundaryState:
         if fmt.format.steps == "prose":
             text = fmt.texts[token] if token < len(fmt.texts) else ""
             boundary = self._ends_prose(kind, text, boundary)
-        boundary = boundary or 0 < fmt.format.step_tokens <= self.step_tokens
+        full = 0 < fmt.format.step_tokens <= self.step_tokens
+        boundary = boundary or (full and not (self._ending is not None and self._ending.half))
         self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
         if self._starting is not None and self._starting.push(token):
             self._visible = bool(self._starting.overhang.strip())
@@ -369,7 +398,10 @@ class BoundaryState:
         self.ended = True
         self.closing_written = closing_written
         self.thinking_tokens -= tokens
-        self.end_tokens = 0 if self.calls else tokens
+        self._since, self.end_tokens = tokens, 0 if self.calls else tokens
+        if (start := self._format.format.think_start) and not self._alone:
+            again = Marker(start if self._channels else f"\n{start}", self._format.texts)
+            self._reopening = MarkerState(again, self.overhang or "\n")
 
     def _in_thinking_message(self, token: int, channels: Channels) -> bool:
         """Follows the headers; whether the token belongs to the body of a thinking message."""
@@ -452,6 +484,7 @@ class TokenFormat:
     header_ids: tuple[int, ...] = ()  # what opens the model's turn, up to the thinking's markers
     opening_ids: tuple[int, ...] = ()  # what the chat template writes then, up to an end marker
     call_ids: frozenset[int] = frozenset()  # that open a call of a tool: it ends a thinking
+    call_marker: Marker | None = None  # the same of several tokens, where it begins a line
     end_marker: Marker | None = None  # of several tokens, or `answer_phrase`
     start_marker: Marker | None = None  # of several tokens, none of them added
     # The ids left of the closing after an end marker of several tokens, by what stands there of it.
@@ -489,6 +522,8 @@ class TokenFormat:
         if literals.think_start and added.isdisjoint(ids(literals.think_start)):
             start = Marker(literals.think_start, texts)
             start.check(tokenizer, "thinking start marker")
+        shown = {*_CALL_OPENING.findall(str(tokenizer.chat_template or ""))}
+        shown -= {texts[i].strip() for i in added}  # those of which there is no token
         closing, forced = ids(literals.closing), ids(literals.closing + literals.box_prefix)
         if forced[: len(closing)] != closing:  # a token would reach over the seam
             forced = [*closing, *ids(literals.box_prefix)]
@@ -501,7 +536,8 @@ class TokenFormat:
             think_start_ids=tuple(ids(literals.think_start)),
             eos_ids=() if eos is None else (eos,),
             added_ids=added,
-            call_ids=frozenset(i for i in added if texts[i].strip() in _CALL_OPENINGS),
+            call_ids=frozenset(i for i in added if _CALL_OPENING.fullmatch(texts[i].strip())),
+            call_marker=Marker(f"\n{min(shown)}", texts) if shown else None,
             kinds=bytes(0 if i in added else kind_of(text) for i, text in enumerate(texts)),
             texts=texts,
             end_marker=end,
@@ -636,7 +672,7 @@ class TokenFormat:
                 state.push(ids[end])
                 end += 1
         span = ThinkingSpan(start, start + state.thinking_tokens, state.ended or replies)
-        literal, thought = self.format.think_start, self._text(ids[start : span.end]).strip()
+        literal, thought = self.format.think_start, self.text(ids[start : span.end]).strip()
         empty = prompt and state.ended and bool(literal) and not thought.removeprefix(literal)
         if empty and self._beginning(ids[end:]) == literal and not (state.overhang or "").strip():
             # A template closes an empty thinking before a partial one that the client has given.
@@ -671,7 +707,8 @@ class TokenFormat:
             at += len(self.header_ids)
             opens = literal and self._beginning(self.opening_ids) == literal
             replies = opens and not literal.startswith(self._beginning(ids[at:]))
-            return at + _common(ids[at:], self.opening_ids), bool(replies)
+            pairs = zip(ids[at:], self.opening_ids, strict=False)
+            return at + len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]), bool(replies)
         if self.header_ids and self.header_ids[0] in ids[floor:]:
             return len(ids), False  # someone else's message is the last one
         if opened := _places(ids[floor:], self.think_start_ids, self.start_marker):
@@ -681,14 +718,15 @@ class TokenFormat:
         closed = _places(ids[floor:], wanted, None if self.channels else self.end_marker)
         return (floor + closed[-1][0] if closed else len(ids)), False
 
-    def _text(self, ids: Iterable[int]) -> str:
+    def text(self, ids: Iterable[int]) -> str:
+        """The joined texts of ids, special tokens among them."""
         return "".join(self.texts[i] if i < len(self.texts) else "\ufffd" for i in ids)
 
     def _beginning(self, ids: Sequence[int]) -> str:
         """The text of ids after leading blanks, as far as `think_start` would reach."""
         size = len(self.format.think_start)
         first = next((i for i, one in enumerate(ids) if not self.is_blank(one)), len(ids))
-        return self._text(ids[first : first + size]).lstrip()[:size]
+        return self.text(ids[first : first + size]).lstrip()[:size]
 
     def _last_text(self, ids: list[int]) -> int:
         """Where the last text begins: after the last end of one that something visible follows."""
@@ -742,23 +780,14 @@ def _generation_prompt(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[st
         return ""
     message = [{"role": "user", "content": "x"}]
     try:
+        how: dict[str, Any] = {"tokenize": False, **arguments}
         without, whole = (
-            str(
-                tokenizer.apply_chat_template(
-                    message, add_generation_prompt=add, tokenize=False, **arguments
-                )
-            )
+            str(tokenizer.apply_chat_template(message, add_generation_prompt=add, **how))
             for add in (False, True)
         )
     except (ImportError, TemplateError):
         return ""
     return whole.removeprefix(without) if whole.startswith(without) else ""
-
-
-def _common(ids: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids the two share from their beginning."""
-    pairs = enumerate(zip(ids, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(other)))
 
 
 def _places(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> list[Place]:

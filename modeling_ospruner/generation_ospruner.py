@@ -280,12 +280,12 @@ class StopHook(LogitsProcessor):
             ends = set(self._plan.token_format.closing_ids).difference(self._late)
             begun = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
             self._check_allowed([(i, token) for i in begun for token in ends], scores)
-        thinking = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
-        self._asker.keep(thinking, scores)
+        rows = [*enumerate(self.rows)]
+        thinking = [i for i, row in rows if row.phase is Phase.THINKING]
+        self._asker.keep([*thinking, *(i for i, row in rows if row.may_reopen)], scores)
         if thinking:
             self._decide([i for i in thinking if self.rows[i].at_boundary], input_ids)
-        shaped = (Phase.FORCING, Phase.ANSWER)
-        closing = [(i, row) for i, row in enumerate(self.rows) if row.phase in shaped]
+        closing = [one for one in rows if one[1].phase in (Phase.FORCING, Phase.ANSWER)]
         if closing:
             forced = [(i, row.forced[0]) for i, row in closing if row.phase is Phase.FORCING]
             self._check_allowed(forced, scores)
@@ -328,22 +328,21 @@ class StopHook(LogitsProcessor):
 
 
 class AnswerEnd(StoppingCriteria):
-    """Hands each token to its row; ends a row whose answer is complete, or that `others` end."""
+    """Hands each token to its row; ends complete rows, by `others`, and answers by `strings`."""
 
-    def __init__(self, hook: StopHook, others: StoppingCriteriaList) -> None:
-        self.hook = hook
-        self.others = others
+    def __init__(self, hook: StopHook, others: Any, strings: StopStringCriteria | None) -> None:
+        self.hook, self.others, self.strings = hook, others, strings
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Which rows (B,) end with their last token."""
         ended = self.others(input_ids, scores, **kwargs)
-        elsewhere = ended.tolist()
-        for i, (row, token) in enumerate(
-            zip(self.hook.rows, input_ids[:, -1].tolist(), strict=True)
-        ):
-            if row.push(token):
+        elsewhere, tokens = ended.tolist(), input_ids[:, -1].tolist()
+        for i, row in enumerate(self.hook.rows):
+            complete = row.push(tokens[i])
+            if self.strings is not None and (told := row.stoppable_tokens):
+                elsewhere[i] |= bool(self.strings(input_ids[i : i + 1, -told:], scores))
+            if complete or elsewhere[i]:
                 ended[i] = True
-            if elsewhere[i]:
                 row.end()
         return ended
 
@@ -393,10 +392,11 @@ def generate_pruned(
             "eos_token_id, too: take them out of base.generation_config.eos_token_id"
         )
     others = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    strings = None
     if config.stop_strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings needs the base's tokenizer: pass tokenizer=")
-        others.append(StopStringCriteria(tokenizer, config.stop_strings))
+        strings = StopStringCriteria(tokenizer, config.stop_strings)
         kwargs["stop_strings"] = None  # our own criterion takes its place
     if given is None:
         kwargs["disable_compile"] = True  # a hook added after compilation is skipped in silence
@@ -438,7 +438,7 @@ def generate_pruned(
             inputs,
             generation_config=given,
             logits_processor=LogitsProcessorList([*processors, hook]),
-            stopping_criteria=StoppingCriteriaList([AnswerEnd(hook, others)]),
+            stopping_criteria=StoppingCriteriaList([AnswerEnd(hook, others, strings)]),
             **kwargs,
         )
     if not isinstance(output, Tensor):

@@ -229,7 +229,7 @@ class StopRecord:
         prices: with a policy of every price, the price of indifference at each: the price at
             which pi_i is one half; 0 where it stops even for nothing, inf where it goes on at every
             price that it knows, NaN where it was not asked. Else empty.
-        thinking_tokens: tokens generated before the end marker, or before what was forced.
+        thinking_tokens: tokens generated before the (last) end marker, or before what was forced.
         reason: "policy" (or another rule), "budget" (`max_thinking_tokens`, or such a rule),
             "natural", or "length" (a limit of generate's own came first).
         nan_steps: steps at which the policy or rule gave NaN, which means "continue".
@@ -297,8 +297,9 @@ class StopRow:
         self.forced: deque[int] = deque()
         self._plan = plan
         self._sample_index = sample_index
-        self._prefilled_tokens = self._boundary.thinking_tokens
+        self._prefilled = self._boundary.thinking_tokens
         self._length = 0  # tokens generated so far
+        self._whole = closed or not plan.token_format.format.think_end  # all of it is the reply
         self._box: BoxState | MarkerState | None = None
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._masked = False
@@ -334,6 +335,18 @@ class StopRow:
         # Any channel but the one of the thinking.
         return channels.thinking[1:2] if self._last == channels.thinking[0] else ()
 
+    @property
+    def may_reopen(self) -> bool:
+        """Whether its answer may open the thinking again, which then counts and may be stopped."""
+        free = self.phase is Phase.ANSWER and self._box is None and not self._masked
+        return free and self._boundary.ended
+
+    @property
+    def stoppable_tokens(self) -> int:
+        """How many of its last tokens are its answer, in which a stop string ends it."""
+        answered = self._boundary.answer_tokens if self.may_reopen else self._answer_tokens
+        return self._length if self._whole else answered
+
     def push(self, token: int) -> bool:
         """Takes in the token chosen next; whether it completes the answer."""
         self._length += 1
@@ -345,6 +358,9 @@ class StopRow:
             if not self.forced:
                 self.phase = Phase.ANSWER
         elif self.phase is Phase.ANSWER:
+            if self.may_reopen and not (self._boundary.push(token) or self._boundary.ended):
+                self.phase, self.record.reason, self._answer_tokens = Phase.THINKING, "length", 0
+                return False
             self._answer_tokens += 1
             closed = self._box is not None and self._box.push(token)
             full = self._answer_tokens == self._plan.settings.max_answer_tokens
@@ -393,8 +409,7 @@ class StopRow:
             self.phase = Phase.DONE
             return
         self.at_boundary = self._boundary.push(token)
-        tokens = self._boundary.thinking_tokens - self._prefilled_tokens
-        self.record.thinking_tokens = max(0, tokens)
+        self.record.thinking_tokens = max(0, self._boundary.thinking_tokens - self._prefilled)
         if self._boundary.ended:
             self.record.reason = "natural"
             self._close(natural=True)
@@ -403,17 +418,13 @@ class StopRow:
         """Turns to the answer; after a natural end, the model has written some closing."""
         settings, token_format = self._plan.settings, self._plan.token_format
         answer = "free" if self._boundary.calls and settings.answer == "forced" else settings.answer
-        closed = (
-            answer == "forced" or not natural
-        )  # by us: the answer's message is known to be open
+        closed = answer == "forced" or not natural  # by us, so that the answer's message is open
         if closed:
             ended = self._boundary if natural else None
             self.forced.extend(token_format.forced_suffix(answer, ended))
         self.phase = Phase.FORCING if self.forced else Phase.ANSWER
         self._masked = settings.mask_reentry and closed
-        chosen = (
-            token_format.channels is not None and answer == "tools"
-        )  # the channel, by the model
+        chosen = answer == "tools" and token_format.channels is not None  # by the model
         ends = () if chosen or not closed else token_format.answer_end_ids
         self._end_ids = self._plan.eos_ids.union(ends)
         if answer == "forced":

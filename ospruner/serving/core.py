@@ -102,7 +102,7 @@ class ServedRow:
             return True
         breaks = token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
         full = 0 < fmt.format.step_tokens <= self.row.step_tokens + place
-        return breaks or full or fmt.end_marker is not None
+        return breaks or full or bool(fmt.end_marker or fmt.call_marker)
 
     def come_back(self, prompt_ids: Sequence[int], text_ids: Sequence[int]) -> None:
         """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in."""
@@ -186,6 +186,7 @@ class RowCore:
         text: int = 0,
         least_tokens: int = 0,
         excluded: str | None = None,
+        ends: bool = True,
     ) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped.
 
@@ -200,6 +201,7 @@ class RowCore:
             least_tokens: of its text, before which it does not end; nothing stops it before.
             excluded: what of it, in the engine's own words, the policy does not go together with;
                 `GRAMMAR` where it does if the format lets it.
+            ends: whether the tokenizer's own end of text ends it, as it mostly does.
         """
         try:
             asked = StopRequest(extra)
@@ -225,7 +227,7 @@ class RowCore:
         else:  # as if each request were another sample; on all tensor-parallel ranks the same
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         [eos_id] = self._format.eos_ids
-        eos_ids = frozenset({eos_id, *stop_ids})
+        eos_ids = frozenset({eos_id, *stop_ids}) if ends else frozenset(stop_ids)
         prices, price = self._prices, settings.price
         return ServedRow(
             RowPlan(settings, fmt, eos_ids, self._config.step_stride, prices is not None),
@@ -280,7 +282,8 @@ class RowCore:
         if ended:
             self._give_up(logits, ended)
             for _, one in ended:
-                self.tell_end(one)
+                if not one.row.may_reopen:
+                    self.tell_end(one)
             complete = {
                 place: one.end_id
                 for place, one in ended

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import ReasoningFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.train.untrained import untrained
 
@@ -25,11 +25,15 @@ TEXTUAL = ReasoningFormat(
 FORMS = {
     "harmony": HARMONY,
     "calls": DEEPSEEK_R1,  # with Qwen3's markers of calls
+    "minimax": DEEPSEEK_R1,
+    "mistral": DEEPSEEK_R1,
+    "hermes": DEEPSEEK_R1,  # as text, which the chat template shows
     "softly": replace(DEEPSEEK_R1, wind_down="Enough, so:"),
     "textual": TEXTUAL,
     "plain": PLAIN,
     "phrase": replace(PLAIN, answer_phrase="The final answer is"),
 }
+OPENERS = {"calls": "<tool_call>", "minimax": "<minimax:tool_call>", "mistral": "[TOOL_CALLS]"}
 HARMONY_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -66,8 +70,10 @@ def models(tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Mode
                 tokenizer.add_tokens(markers, special_tokens=True)
                 tokenizer.eos_token = "<|return|>"
                 tokenizer.chat_template = HARMONY_TEMPLATE
-            elif kind == "calls":
-                tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+            elif kind in OPENERS:
+                tokenizer.add_tokens([OPENERS[kind]], special_tokens=kind == "mistral")
+            elif kind == "hermes":
+                tokenizer.chat_template = f"{{# <tool_call> #}}{tokenizer.chat_template}"
             elif kind == "textual":
                 changed = str(tokenizer.chat_template).replace("<think>", "<reason>")
                 tokenizer.chat_template = changed
@@ -84,7 +90,11 @@ def tokens(model: OSPrunerForCausalLM, text: str) -> list[int]:
 
 
 def write(
-    model: OSPrunerForCausalLM, script: str, prefill: str = "", **settings: Any
+    model: OSPrunerForCausalLM,
+    script: str,
+    prefill: str = "",
+    stop_strings: list[str] | None = None,
+    **settings: Any,
 ) -> tuple[str, Any]:
     """What is written after the prompt, and the record."""
     chat = [{"role": "user", "content": "2 + 3?"}]
@@ -98,6 +108,7 @@ def write(
         logits_processor=[Script(ids, len(prompt))],
         max_new_tokens=len(ids) + 30,
         do_sample=False,
+        stop_strings=stop_strings,
     )
     return str(model.tokenizer.decode(output[0][len(prompt) :])), model.last_stop[0]
 
@@ -124,8 +135,10 @@ OTHER = f"<|channel|>commentary<|message|>I add.\n\nSo.{ROLE}"
 CALLS = f"{HELD}Then.{ROLE} to=x<|channel|>commentary"
 TOOL = f"{HELD}{ROLE}<|channel|>commentary to=x<|constrain|>json<|message|>{{\n\n}}<|return|>"
 AGAIN = f"{HELD}{ROLE}<|channel|>analysis<|message|>Again.\n\n"
-IN_THINKING = 'First.\n\nI add.<tool_call>\n{"name": "add"}\n\n</tool_call>'
+IN_THINKING = 'First.\n\nI add.\n<tool_call>\n{"name": "add"}\n\n</tool_call>\n\n'
+TWICE = "First.</think>\n\nSo 5.\n<think>\nI check.\n\nIt fits.\n\n"
 PHRASED = "It is.\n\nSo I check.\n\nThe final answer is 5, as.\n\nI said."
+AGAIN_STOPPED = TWICE.removesuffix("It fits.\n\n")
 LONG, FREE, TOOLS = {"max_answer_tokens": 90}, {"answer": "free"}, {"answer": "tools"}
 CASES = [
     Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
@@ -149,8 +162,36 @@ CASES = [
     Case("harmony", AGAIN, AGAIN, ALWAYS, more=TOOLS | LONG | {"mask_reentry": False}),
     # A call within the thinking is the model's own end, and is let be.
     *(
-        Case("calls", IN_THINKING, IN_THINKING, NEVER, "natural", "First.\n\nI add.", 1, how | LONG)
+        Case(kind, text, text, NEVER, "natural", thought, 1, how | LONG)
+        for kind, opener in (*OPENERS.items(), ("hermes", "<tool_call>"))
+        for text in [IN_THINKING.replace("<tool_call>", opener)]
+        for thought in ["First.\n\nI add" if kind == "hermes" else "First.\n\nI add.\n"]
         for how in (FREE, TOOLS, {})
+    ),
+    Case("hermes", "Say <tool_call>.\n\n", "Say <tool_call>.\n\n</think>\n\n", ALWAYS),
+    # The thinking that a natural answer opens again counts, and may be stopped.
+    Case(
+        *("calls", TWICE, f"{AGAIN_STOPPED}</think>\n\n", NEVER, "budget", AGAIN_STOPPED, 1),
+        more=FREE | {"max_thinking_tokens": 3, "max_answer_tokens": 20},
+    ),
+    Case(
+        "harmony",
+        f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}Then.\n\n",
+        f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}{HARMONY.closing}",
+        NEVER,
+        "budget",
+        more=FREE | LONG | {"max_thinking_tokens": 20},
+    ),
+    # One that an answer speaks of does not.
+    Case(
+        "calls",
+        "First.</think> Say <think>.\n\n",
+        "First.</think> Say <think>.",
+        ALWAYS,
+        "natural",
+        "First.",
+        0,
+        FREE | LONG,
     ),
     Case(
         *("calls", "First.\n\n</think>\n\n<tool_call>", "First.\n\n</think>\n\n<tool_call>"),
@@ -237,3 +278,47 @@ def test_a_sentence_before_the_closing(models: Models) -> None:
     fmt = FORMS["softly"]
     assert ReasoningFormat.from_dict(fmt.to_dict()) == fmt
     assert "wind_down" not in replace(fmt, wind_down="").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "script", "settings", "wanted"),
+    [
+        (
+            "calls",
+            "",
+            "I.\n\nSo.</think>\n\nIt.\n\nNo",
+            NEVER | FREE,
+            "I.\n\nSo.</think>\n\nIt.\n\n",
+        ),
+        ("calls", "", "I.\n\n", ALWAYS, "I.\n\n</think>\n\n\\boxed{"),
+        ("textual", "", "I.\n\n</reason>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\n</reason>\n\nIt.\n\n"),
+        (
+            "harmony",
+            ANALYSIS,
+            f"I.\n\n{ROLE}{FINAL}It.\n\nNo",
+            NEVER | FREE,
+            f"I.\n\n{ROLE}{FINAL}It.\n\n",
+        ),
+        ("calls", "</think>", "It.\n\nNo", NEVER | FREE, "It.\n\n"),
+        ("plain", "", "It.\n\nNo", NEVER, "It.\n\n"),  # whose reply is what it thinks in
+    ],
+)
+def test_stop_strings_cut_no_thinking(
+    models: Models, kind: str, prefill: str, script: str, settings: dict[str, Any], wanted: str
+) -> None:
+    asked = settings | {"max_answer_tokens": 40}
+    text, _ = write(models(kind), script, prefill, stop_strings=["\n\n"], **asked)
+    assert text.startswith(wanted) if settings is ALWAYS else text == wanted
+
+
+@pytest.mark.parametrize("forms", [1, 2, 3])
+def test_a_full_step_waits_for_a_marker_that_is_half_written(models: Models, forms: int) -> None:
+    model = models("textual")
+    form = replace(TEXTUAL, step_tokens=forms)
+    fmt = TokenFormat.compile(form, model.tokenizer)
+    ids = tokens(model, "So I add</reason>\n\n5")
+    state = fmt.boundary_state()
+    ends = [i for i, token in enumerate(ids) if state.push(token)]
+    assert ends
+    assert all("<" not in model.tokenizer.decode(ids[: end + 1]) for end in ends)
+    assert model.tokenizer.decode(ids[: state.thinking_tokens]) == "So I add"

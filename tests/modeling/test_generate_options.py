@@ -130,14 +130,15 @@ def test_an_answer_does_not_open_the_thinking_again(
 
 
 def test_a_natural_end_with_a_free_answer_is_plain_generate(model: OSPrunerForCausalLM) -> None:
-    """Nothing was forced: even an answer that thinks again is the model's own."""
+    """Nothing was forced: an answer that thinks again is the model's own, and counts."""
     fmt = model.token_format
     end = Prefer(fmt.think_end_id, lambda ids: torch.full((len(ids),), ids.shape[1] % 7 == 0))
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     inputs = inputs_for(model, 2)
     how: dict[str, Any] = {"logits_processor": [end, again]}
     assert torch.equal(run(model, inputs, stop_policy=NEVER, **how), run(model, inputs, **how))
-    assert [record.reason for record in model.last_stop] == ["natural"] * 2
+    assert [record.reason for record in model.last_stop] == ["length"] * 2
+    assert [record.thinking_tokens for record in model.last_stop] == [60] * 2
 
 
 def _at_width(width: int, ids: torch.Tensor) -> torch.Tensor:
@@ -199,17 +200,24 @@ def test_rows_that_something_else_ends_are_let_go(model: OSPrunerForCausalLM) ->
     assert all(record.thinking_tokens > 9 for record in model.last_stop[::2])
 
 
-def test_stop_strings(model: OSPrunerForCausalLM) -> None:
-    inputs = inputs_for(model, 3)
-    plain = run(model, inputs, stop_strings=["=9"], tokenizer=model.tokenizer)
-    pruned = run(model, inputs, stop_strings=["=9"], stop_policy=NEVER)
-    assert torch.equal(plain, pruned)
-    assert plain.shape[1] < 60 or (plain == model.base.generation_config.pad_token_id).any()
-    assert model.tokenizer is not None
-    for record, ids in zip(model.last_stop, pruned.tolist(), strict=True):
-        text = model.tokenizer.decode(ids[: record.thinking_tokens])
-        assert "=9" not in text[:-3]
-        assert record.reason in ("length", "natural")
+def test_stop_strings_end_answers_and_cut_no_thinking(model: OSPrunerForCausalLM) -> None:
+    inputs, pruned, tokenizer = inputs_for(model, 3), ALWAYS | {"answer": "free"}, model.tokenizer
+    assert tokenizer is not None
+    whole, closing = run(model, inputs, stop_policy=pruned).tolist(), model.token_format.closing_ids
+    begins = [record.thinking_tokens + len(closing) for record in model.last_stop]
+    answers = [str(tokenizer.decode(ids[at:])) for ids, at in zip(whole, begins, strict=True)]
+    strings = ["\n\n", "=", *(answer.strip()[3:5] for answer in answers)]  # the first ones think
+    ended = run(model, inputs, stop_policy=pruned, stop_strings=strings).tolist()
+    assert [record.reason for record in model.last_stop] == ["policy"] * 3
+    for ids, at, answer in zip(ended, begins, answers, strict=True):
+        assert len(ids) > at
+        told = str(tokenizer.decode(ids[at:], skip_special_tokens=True))
+        assert answer.startswith(told)
+        found = [one for one in strings if one in told]
+        assert found
+        assert all(one not in told.strip()[:-8] for one in found)  # the last token may go on
+    plain = run(model, inputs, stop_strings=strings, tokenizer=tokenizer)
+    assert plain.shape[1] < len(ended[0])  # which would have ended in the thinking
 
 
 def test_text_is_streamed_as_it_is_returned(model: OSPrunerForCausalLM) -> None:

@@ -149,6 +149,22 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
     assert told == [one]
 
 
+def test_an_ignored_end_of_text_ends_no_thinking() -> None:
+    """Under `ignore_eos` an engine goes on, and so does the policy, within the budget."""
+    asked = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 4}
+    core = RowCore(OSPrunerConfig(), FORMATS[0], StopRequest(None), 0)
+    text = ids_of("a", "<eos>", "a", ".\n\n")
+    for ends, phase, tokens in ((True, Phase.DONE, 1), (False, Phase.FORCING, 4)):
+        row = core.admit(asked, ids_of("<think>"), (), ends=ends)
+        assert row is not None
+        for token in text:
+            row.take(token)
+        if row.row.at_boundary:
+            row.row.decide(Said(0.0))
+        assert (row.row.phase, row.record.thinking_tokens) == (phase, tokens)
+        assert row.record.reason == ("natural" if ends else "budget")
+
+
 def test_each_row_hears_its_own_price() -> None:
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2])
     prices = config.prices

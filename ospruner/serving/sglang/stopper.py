@@ -57,12 +57,14 @@ class Stopper:
     def _admit(self, request: Any) -> ServedRow | None:
         params = request.sampling_params
         others = ", ".join(excluded(params)) or None
-        stops = [*(params.stop_token_ids or ()), *(request.eos_token_ids or ())]
+        ends = not params.ignore_eos
+        stops = [*(params.stop_token_ids or ()), *((ends and request.eos_token_ids) or ())]
         # What still ends a request that ignores the end of text.
         end_id = min(params.stop_token_ids) if params.ignore_eos and params.stop_token_ids else None
         prompt = list(request.origin_input_ids)
         keys, least, self._why = params.custom_params, params.min_new_tokens, None
-        row = self._core.admit(keys, prompt, stops, end_id, least_tokens=least, excluded=others)
+        how: dict[str, Any] = {"least_tokens": least, "excluded": others, "ends": ends}
+        row = self._core.admit(keys, prompt, stops, end_id, **how)
         vars(request)[_OFF] = self._why
         return row
 

@@ -9,6 +9,7 @@ runs. A server's `/metrics` sees the counters where vLLM and they share a folder
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER, parser_of
 
-__all__ = ["StopRoutes", "check_body", "count_ended", "count_off"]
+__all__ = ["StopRoutes", "apart", "check_body", "count_ended", "count_off"]
 
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
 _BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
@@ -160,6 +161,23 @@ def _inside(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def apart(told: bytes) -> bytes:
+    """A part of a streamed chat, where one delta holds reasoning and more, as two of one kind."""
+    if not told.startswith(b"data: {") or b'"reasoning":"' not in told:
+        return told
+    first = json.loads(told.removeprefix(b"data: "))
+    [choice] = first["choices"]
+    rest = {k: v for k, v in choice["delta"].items() if k not in ("role", "reasoning")}
+    if not (rest.get("content") or rest.get("tool_calls")):
+        return told
+    told_once = {k: v for k, v in choice.items() if k not in ("token_ids", "logprobs")}
+    second = {**first, "choices": [{**told_once, "delta": rest}]}
+    thought = {k: v for k, v in choice["delta"].items() if k not in rest}
+    first = {k: v for k, v in first.items() if k != "usage"}
+    first["choices"] = [{**choice, "delta": thought, "finish_reason": None}]
+    return b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in (first, second))
+
+
 class _CheckedBodies:
     """Middleware that looks at each body of JSON, whatever route it is posted to."""
 
@@ -192,9 +210,13 @@ class _CheckedBodies:
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
 
+        chat = scope["path"].endswith("/chat/completions")
+
         async def tell(message: Message) -> None:
             if why is not None and message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (_OFF_HEADER, f"off: {why}".encode())]
+            if chat and message["type"] == "http.response.body":
+                message["body"] = apart(message.get("body", b""))
             await send(message)
 
         await self._app(scope, again, tell)

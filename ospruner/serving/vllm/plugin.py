@@ -28,7 +28,7 @@ PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
 _MODULES = {"OSPrunerVLLM": "model", "StopProcessor": "processor", "StopRecords": "processor"}
 
 
-def parser_of(literals: Mapping[str, str]) -> str | None:
+def parser_of(literals: Mapping[str, Any]) -> str | None:
     """The reasoning parser of what a policy's format holds, whatever its name.
 
     None where all of a reply is its content.

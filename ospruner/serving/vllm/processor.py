@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,13 +16,16 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from modeling_ospruner.formats_ospruner import TokenFormat
 
 from ..core import GRAMMAR, RowCore, ServedRow
 from ..requests import DEFAULTS, ID, StopRequest
 from .monitoring import StopRoutes, count_ended, count_off
 from .plugin import ARCHITECTURE, PROCESSOR
 
-__all__ = ["Arriving", "StopProcessor", "StopRecords"]
+__all__ = ["Arriving", "StopProcessor", "StopRecords", "keep_thinking"]
 
 _MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
 _FIRST_SEED = "ospruner_first_seed"
@@ -77,9 +81,10 @@ class Arriving:
             end_id = params.stop_token_ids[0]
         if params.seed is not None and _FIRST_SEED in extra:
             text = params.seed - extra[_FIRST_SEED]
-        stops = params.all_stop_token_ids
-        least = params.min_tokens
-        row = self.core.admit(extra, prompt_ids, stops, end_id, text, least, excluded)
+        ends, least = not params.ignore_eos, params.min_tokens
+        # vLLM counts its ends of text among all of them whether it ignores them or not.
+        stops = params.all_stop_token_ids if ends else params.stop_token_ids or ()
+        row = self.core.admit(extra, prompt_ids, stops, end_id, text, least, excluded, ends)
         if row is not None and (name := extra.get(ID)) is not None:
             self._records[name] = row
             while len(self._records) > _MOST_RECORDS:
@@ -89,6 +94,49 @@ class Arriving:
     def named(self, name: str) -> ServedRow | None:
         """The last request with the `stop_id`; None where it is not known."""
         return self._records.get(name)
+
+
+_detokenizer_of = IncrementalDetokenizer.from_new_request
+
+
+def keep_thinking(detokenizer: Any, fmt: TokenFormat, prompt_ids: Sequence[int]) -> None:
+    """Lets a request's stop strings end its answer alone: vLLM looks for them in all of a text.
+
+    Args:
+        detokenizer: vLLM's, of the request.
+        fmt: the policy's. Where no marker ends the thinking, all of a reply is its answer.
+        prompt_ids: of the request.
+    """
+    state, least = fmt.prompt_state(prompt_ids), detokenizer.min_tokens
+    if state.ended or not fmt.format.think_end:
+        return
+    update = detokenizer.update
+
+    def follow(new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        for token in new_token_ids:
+            state.push(token)
+        # Before so many tokens vLLM looks for none.
+        before = detokenizer.num_output_tokens() + len(new_token_ids) - state.answer_tokens
+        detokenizer.min_tokens = max(least, before) if state.answer_tokens else sys.maxsize
+        found: str | None = update(new_token_ids, stop_terminated)
+        return found
+
+    vars(detokenizer)["update"] = follow
+
+
+def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
+    """VLLM's own; where the policy is on, with `keep_thinking`."""
+    made, params = _detokenizer_of(tokenizer, request), request.sampling_params
+    if tokenizer is not None and params.stop and request.prompt_token_ids is not None:
+        extra = {k: v for k, v in (params.extra_args or {}).items() if k != _FIRST_SEED}
+        if StopRequest(extra).settings(StopRoutes.defaults) is not None:
+            fmt = importlib.import_module(f"{__package__}.parser").format_of(tokenizer.name_or_path)
+            keep_thinking(made, fmt, request.prompt_token_ids)
+    return made
+
+
+# Where requests come in, a server's processors are looked at first, and with them this file.
+IncrementalDetokenizer.from_new_request = staticmethod(_detokenizer)
 
 
 def _processor(vllm_config: VllmConfig) -> Any:

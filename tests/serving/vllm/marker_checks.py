@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow
-from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, _format_of
+from ospruner.serving.vllm import parser as parsers
+from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, format_of
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, parser_of, register
 from ospruner.serving.vllm.vllm_server import vllm_command
 
@@ -28,7 +32,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
 
-FORMS: dict[str, dict[str, str]] = {
+FORMS: dict[str, dict[str, Any]] = {
     "marker": {"name": "last", "think_end": "That fits", "closing": "That fits "},
     "phrase": {
         **{"name": "reply", "think_end": "", "think_start": "", "answer_phrase": "That fits"},
@@ -46,14 +50,14 @@ def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
 def check_split(parser: type[Any], tokenizer: Any, text: str, *wanted: str | None) -> None:
     """The thinking and the answer of a whole reply, and of one streamed in pieces."""
     assert parser(tokenizer).extract_reasoning(text, None) == wanted
-    for width in (1, 3, len(text)):  # which cut markers
-        one, parts = parser(tokenizer), []
-        for at in range(0, len(text), max(width, 1)):
-            piece = text[at : at + width]
-            parts.append(one.extract_reasoning_streaming("", piece, piece, [], [], []))
-        told = [part for part in (*parts, one.finish_streaming()) if part is not None]
-        assert ("".join(part.reasoning or "" for part in told) or None) == wanted[0]
-        assert ("".join(part.content or "" for part in told) or None) == wanted[1]
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    for width in (1, 3, len(ids) + 1):  # which cut markers
+        one, told = parser(tokenizer), ["", ""]
+        for at in range(0, len(ids), width):
+            piece = ids[at : at + width]
+            parts = one.split(str(tokenizer.decode(piece)), piece, at + width >= len(ids))
+            told = [said + part for said, part in zip(told, parts, strict=True)]
+        assert [said or None for said in told] == list(wanted)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -126,13 +130,17 @@ def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> No
 
 def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_path: Path) -> None:
     """vLLM leaves special tokens out of a reply's text, by which it is split."""
-    ends = {"think_start": "[THINK]", "think_end": "[/THINK]", "closing": "[/THINK]\n\n"}
+    ends: dict[str, Any] = {
+        "think_start": "[THINK]",
+        "think_end": "[/THINK]",
+        "closing": "[/THINK]\n\n",
+    }
     form = replace(reasoner.token_format.format, name="mine", **ends)
     make_policy(reasoner, tmp_path, reasoning_format=form)
     plain: Any = AutoTokenizer.from_pretrained(tmp_path)
-    request = SimpleNamespace(skip_special_tokens=True)
+    request = SimpleNamespace(skip_special_tokens=True, tools=None)
     assert ThinkingParser(plain).adjust_request(request).skip_special_tokens
-    _format_of.cache_clear()
+    format_of.cache_clear()
     plain.add_tokens(["[THINK]", "[/THINK]"], special_tokens=True)
     plain.save_pretrained(tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
@@ -145,11 +153,12 @@ def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_pa
 Split = tuple[str | None, str | None, int]
 
 
-def replied(name: str, tokenizer: Any, prompt: list[int], text: str) -> Split:
+def replied(name: str, tokenizer: Any, prompt: list[int], text: str | list[int]) -> Split:
     """Thinking, answer and the count of its tokens, as all routes split a reply to a prompt."""
+    ids = text if isinstance(text, list) else tokenizer.encode(text, add_special_tokens=False)
+    text = str(tokenizer.decode(ids))
     made_by_vllm: Any = ParserManager.get_parser(reasoning_parser_name=name, tokenizer=tokenizer)
     request: Any = SimpleNamespace(include_reasoning=True, tool_choice="none", tools=None)
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
     whole = made_by_vllm(tokenizer)
     whole.set_prompt_token_ids(prompt)
     thinking, answer, _ = whole.parse(text, request, model_output_token_ids=ids)
@@ -201,6 +210,149 @@ def test_what_follows_a_closed_thinking_is_content(
         assert replied(PARSER, tokenizer, prompt, thought) == (thought, None, len(ids(thought)))
 
 
+class Speaker:
+    """A tokenizer of a format, whose markers a reply may also only speak of, letter by letter."""
+
+    def __init__(self, tokenizer: Any, form: ReasoningFormat) -> None:
+        self.tokenizer, self.form = tokenizer, form
+        self.fmt = TokenFormat.compile(form, tokenizer)
+        chat: Any = [{"role": "user", "content": "2 + 3?"}]
+        template: Any = {"add_generation_prompt": True, "tokenize": False}
+        self.prompt = self.ids(str(tokenizer.apply_chat_template(chat, **template)))
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def spoken(self, text: str) -> list[int]:
+        """Ids of a text in which what stands between two `%` is no marker."""
+        plain, found = text.split("%"), list[int]()
+        for i, piece in enumerate(plain):
+            for part in piece if i % 2 else [piece]:
+                found += self.ids(part)
+        return found
+
+    def replied(self, text: str, more: str = "") -> Split:
+        return replied(PARSER, self.tokenizer, [*self.prompt, *self.ids(more)], self.spoken(text))
+
+
+TEXTUAL = ReasoningFormat("mine", "Box.", "</reason>", "</reason>\n\n", "\\boxed{", "<reason>")
+OPENERS = {"hermes": "<tool_call>", "minimax": "<minimax:tool_call>", "mistral": "[TOOL_CALLS]"}
+
+
+@pytest.fixture
+def speaker(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Speaker:
+    register()
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    form = TEXTUAL if request.param == "textual" else QWEN3
+    template = str(tokenizer.chat_template).replace("<think>", form.think_start)
+    if request.param == "textual":
+        template = f"{{# <tool_call> #}}{template}"
+    else:
+        tokenizer.add_tokens([*OPENERS.values(), "</tool_call>", "</minimax:tool_call>"])
+    tokenizer.chat_template = template
+    made = Speaker(tokenizer, form)
+    monkeypatch.setattr(parsers, "format_of", lambda policy: made.fmt)
+    return made
+
+
+EACH = pytest.mark.parametrize("speaker", ["added", "textual"], indirect=True)
+
+
+@EACH
+def test_a_thinking_that_is_opened_again_is_thinking(speaker: Speaker) -> None:
+    start, end = speaker.form.think_start, speaker.form.think_end
+    thinking, answer, counted = speaker.replied(f"I{end}\n\n5\n{start}\nI{end}\n\n6")
+    assert (thinking, answer) == ("I\n\nI", "\n\n5\n\n\n\n6")
+    assert counted == len([*speaker.ids("I"), *speaker.ids("\nI")])
+    # In the midst of a line it is spoken of.
+    said = f" Say {start} here{end}."
+    assert speaker.replied(f"I{end}{said}") == ("I", said, len(speaker.ids("I")))
+
+
+@pytest.mark.parametrize("speaker", ["added"], indirect=True)
+def test_markers_that_a_reply_only_speaks_of(speaker: Speaker) -> None:
+    thought = "It ends with </think>, I say </think>."
+    text = "It ends with %</think>%, I say %</think>%."
+    wanted = (thought, " See </think>\n<think>.", len(speaker.spoken(text)))
+    assert speaker.replied(f"{text}</think> See %</think>\n<think>%.") == wanted
+    assert speaker.replied(text) == (thought, None, len(speaker.spoken(text)))
+
+
+@EACH
+def test_an_end_of_text_inside_the_thinking(speaker: Speaker) -> None:
+    thinking, answer, counted = speaker.replied("I add.\n\nSo<|end|>")
+    assert (thinking, answer) == ("I add.\n\nSo<|end|>", None)  # whose text vLLM itself drops
+    assert counted == len(speaker.ids("I add.\n\nSo"))
+
+
+@EACH
+def test_a_call_inside_the_thinking_is_not_lost(speaker: Speaker) -> None:
+    for opener in OPENERS.values() if speaker.form is QWEN3 else ["<tool_call>"]:
+        call = f'{opener}\n{{"name": "add"}}\n\n'
+        thinking, answer, counted = speaker.replied(f"I add.\n{call}")
+        assert (thinking, answer) == ("I add.\n", call)
+        assert counted <= len(speaker.ids("I add.\n"))
+
+
+CALL_OF = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": "2"}}\n</tool_call>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": "2"}}]',
+}
+
+
+@pytest.mark.parametrize("speaker", ["added"], indirect=True)
+@pytest.mark.parametrize("name", CALL_OF)
+@pytest.mark.parametrize("between", ["\n", "</think>\n\n"], ids=["inside", "after"])
+def test_vllms_parsers_find_calls_inside_and_after_the_thinking(
+    speaker: Speaker, name: str, between: str
+) -> None:
+    made_by_vllm: Any = ParserManager.get_parser(name, PARSER, True, tokenizer=speaker.tokenizer)
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    turn: Any = {"role": "user", "content": "2 + 3?"}
+    request = ChatCompletionRequest(messages=[turn], tools=[tool], tool_choice="auto")
+    ids = speaker.ids(f"I add.\n\nSo.{between}{CALL_OF[name]}")
+    whole = made_by_vllm(speaker.tokenizer, request.tools)
+    whole.set_prompt_token_ids(speaker.prompt)
+    text = str(speaker.tokenizer.decode(ids))
+    thinking, answer, [call] = whole.parse(text, request, True, ids)
+    assert (thinking.rstrip(), (answer or "").strip()) == ("I add.\n\nSo.", "")
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": "2"})
+    for width in (1, 2):  # of 4 vLLM's own parser of Mistral's calls loses some
+        one, told = made_by_vllm(speaker.tokenizer, request.tools), ["", "", "", ""]
+        for at in range(0, len(ids), width):
+            piece = ids[at : at + width]
+            part = one.parse_delta(
+                str(speaker.tokenizer.decode(piece)),
+                *(piece, request, speaker.prompt),
+                finished=at + width >= len(ids),
+            )
+            calls = [] if part is None else [one.function for one in part.tool_calls or ()]
+            told[0] += (part and part.reasoning) or ""
+            told[1] += (part and part.content) or ""
+            told[2] += "".join(one.name or "" for one in calls)
+            told[3] += "".join(one.arguments or "" for one in calls)
+        assert (told[0].rstrip(), told[1].strip(), told[2]) == ("I add.\n\nSo.", "", "add")
+        assert json.loads(told[3]) == {"a": "2"}
+
+
+@pytest.mark.parametrize("speaker", ["textual"], indirect=True)
+def test_an_end_marker_that_is_half_written(speaker: Speaker) -> None:
+    half, rest = speaker.form.think_end[:5], speaker.form.think_end[5:]
+    assert speaker.replied(f"So{half}")[:2] == (f"So{half}", None)
+    # The model's own half, and then what a stop forces.
+    whole = f"So{half}{speaker.form.closing}5"
+    assert speaker.replied(whole)[:2] == (f"So{half}", "\n\n5")
+    # A half that stands in the prompt.
+    assert speaker.replied(f"{rest}\n\n5", more=f"So{half}") == (None, "\n\n5", 0)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
     folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
@@ -233,8 +385,12 @@ def test_it_is_registered() -> None:
         ("", None, None),
     ],
 )
-def test_harmony_is_split(text: str, thinking: str | None, answer: str | None) -> None:
-    tokenizer = SimpleNamespace(get_vocab=dict)  # by its text alone
+def test_harmony_is_split(
+    tiny_tokenizer: PreTrainedTokenizerFast, text: str, thinking: str | None, answer: str | None
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    names = ("start", "channel", "constrain", "message", "end", "return", "call")
+    tokenizer.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
     check_split(HarmonyThinkingParser, tokenizer, text, thinking, answer)
 
 
@@ -269,6 +425,17 @@ def test_harmony_after_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
         assert fmt.prompt_state(prompt).ended == (wanted[0] is None)
     prompt = list(tokenizer.encode(text, add_special_tokens=False))
     assert replied(HARMONY_PARSER, tokenizer, prompt, f"{ANALYSIS}So{FINAL}5") == ("So", "5", 1)
+
+
+def test_harmony_markers_that_are_only_spoken_of(tokenizer: Any) -> None:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    thought = [*ids("Write <|"), *ids("end|> last.")]
+    assert "<|end|>" in tokenizer.decode(thought)
+    reply = [*ids(ANALYSIS), *thought, *ids(FINAL), *ids("5")]
+    wanted = ("Write <|end|> last.", "5", len(thought))
+    assert replied(HARMONY_PARSER, tokenizer, ids("<|start|>assistant"), reply) == wanted
 
 
 def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:

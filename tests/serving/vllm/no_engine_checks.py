@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
@@ -261,6 +266,38 @@ def test_anthropics_budget_is_the_policys(
     assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
 
 
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("width", [1, 3, 100])
+def test_stop_strings_cut_no_thinking(model: OSPrunerForCausalLM, on: bool, width: int) -> None:
+    """vLLM's own detokenizer looks for them, in chunks of any width."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model.config._name_or_path)
+    chat: Any = [{"role": "user", "content": "Solve 2x=6."}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    extra = {"stop_policy": on}
+    params = SamplingParams(stop=["\n\n", "7"], max_tokens=99, extra_args=extra)
+
+    def told(prompt_ids: list[int], text: str) -> tuple[str, str | None]:
+        request: Any = SimpleNamespace(
+            request_id="a", sampling_params=params, prompt_token_ids=prompt_ids
+        )
+        made = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for at in range(0, len(ids), width):
+            if stop := made.update(ids[at : at + width], False):
+                return made.get_next_output_text(True, False), stop
+        return made.get_next_output_text(True, False), None
+
+    thought = "3+4=7.\n\nSo 7.</think>\n\n"
+    if not on:
+        assert told(prompt, thought) == ("3+4=", "7")
+        return
+    assert told(prompt, thought) == (thought, None)
+    assert told(prompt, f"{thought}x=3 7\n\n8") == (f"{thought}x=3 ", "7")
+    assert told(prompt, f"{thought}x=3\n\n8") == (f"{thought}x=3", "\n\n")
+    closed = [*prompt, *tokenizer.encode("</think>", add_special_tokens=False)]
+    assert told(closed, "x=3\n\n8") == ("x=3", "\n\n")
+
+
 def engine_config(model: OSPrunerForCausalLM, head: StopHead, drafts: int = 0) -> Any:
     """As much of vLLM's configuration as processors read."""
     folder = model.config._name_or_path
@@ -361,6 +398,7 @@ class RunnerV2:
 
     def __init__(self, model: OSPrunerForCausalLM, drafts: int) -> None:
         self.drafts, self.here = drafts, dict[int, tuple[str, Request, list[int]]]()
+        self.allowed: Callable[[list[int]], set[int] | None] = lambda ids: None  # by a grammar
         self.ids = torch.zeros(SLOTS, 300, dtype=torch.int32)
         self.total = torch.zeros(SLOTS, dtype=torch.int32)
         head: Any = StopHead(1, 1)
@@ -377,7 +415,7 @@ class RunnerV2:
         )
         self.processor = V2Processor(engine_config(model, head, drafts), slots)
 
-    def come(self, slot: int, name: str, request: Request) -> None:
+    def come(self, slot: int, name: str, request: Request, **more: Any) -> None:
         text = [*request.origin_input_ids, *request.output_ids]
         self.ids[slot, : len(text)] = torch.tensor(text)
         self.total[slot], self.here[slot] = len(text), (name, request, [])
@@ -385,7 +423,7 @@ class RunnerV2:
             req_id=name, prompt_token_ids=request.origin_input_ids, prefill_token_ids=text
         )
         keys = request.sampling_params.custom_params | {"stop_id": name}
-        self.processor.add_request(slot, SamplingParams(max_tokens=MOST, extra_args=keys))
+        self.processor.add_request(slot, SamplingParams(max_tokens=MOST, extra_args=keys, **more))
 
     def leave(self, slot: int) -> None:
         self.arrivals.leaving(self.here.pop(slot)[0])
@@ -422,6 +460,9 @@ class RunnerV2:
         )
         logits = torch.zeros(len(rows), 640)
         logits[torch.arange(len(rows)), torch.tensor(scripts)] = 9.0
+        for place, (slot, *_) in enumerate(rows):
+            if (allowed := self.allowed(self.here[slot][1].output_ids)) is not None:
+                logits[place, [i for i in range(640) if i not in allowed]] = -math.inf
         chosen = iter(self.processor.apply(logits, ctx).argmax(-1).tolist())
         for slot, (_, one, tokens) in self.here.items():
             sampled = [next(chosen) for _ in range(1 + len(tokens))]
@@ -473,3 +514,33 @@ def test_slots_of_runner_v2_stop_as_rows_do(queries: OSPrunerForCausalLM, drafts
             reasons.append(told.reason)
     assert len(reasons) == 10
     assert {"policy", "natural"} <= set(reasons)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_grammar_in_runner_v2(queries: OSPrunerForCausalLM, held: bool) -> None:
+    """It governs the answer of a pruned thinking; where it holds before, the policy is off."""
+    model, runner, draw = queries, RunnerV2(queries, 0), random.Random(0)
+    end, ruled = model.token_format.think_end_id, {11, 12}
+    for number in range(3):
+        request = make_request(model, number, max_answer_tokens=None)
+        request.sampling_params.custom_params = {"stop_mode": "threshold", "stop_threshold": 0.0}
+        wanted, record = by_rows(model, request, MOST)
+        assert record.reason == "policy"
+        # The thinking's end turns it on, unless it holds before.
+        runner.allowed = lambda ids: ruled if held or end in ids else None
+        grammar = StructuredOutputsParams(regex="a")
+        runner.come(0, f"g{number}", request, structured_outputs=grammar)
+        ids = request.output_ids
+        while len(ids) < record.thinking_tokens + 8:
+            runner.step(draw)
+        told = runner.processor.record(f"g{number}")
+        assert told is not None
+        runner.leave(0)
+        if held:
+            assert set(ids) <= ruled
+            assert told.reason == "length"
+            continue
+        at = ids.index(end)
+        assert ids[: at + 1] == wanted[: at + 1]
+        assert set(ids[at + 1 :]) <= ruled  # no box is forced
+        assert (told.reason, told.thinking_tokens) == ("policy", at)
