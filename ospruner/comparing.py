@@ -185,7 +185,7 @@ class Judged:
 
 def compare(
     labels: Any,
-    methods: Sequence[str | StopRule | Family],
+    methods: Sequence[str | Path | StopRule | Family],
     *,
     choose_on: Any = None,
     prices: Sequence[float] | None = None,
@@ -309,7 +309,7 @@ def _generated(method: Method) -> PolicyUse | StopRule:
 
 
 def _methods(
-    methods: Sequence[str | StopRule | Family],
+    methods: Sequence[str | Path | StopRule | Family],
     prices: Sequence[float] | None,
     chooses: bool,
     split: Split,
@@ -317,7 +317,7 @@ def _methods(
     """Policies first, as a user named them, then rules."""
     policies: list[str] = []
     rules: list[Method] = []
-    for one in methods:
+    for one in (str(one) if isinstance(one, Path) else one for one in methods):
         if one == "rules":
             rules += [family for name, family in FAMILIES.items() if name != "step"]
             rules.append("learnstop")

@@ -171,8 +171,8 @@ class LabelConfig:
 
 
 def label(
-    base: str,
-    dataset: str,
+    base: str | Path,
+    dataset: str | Path,
     *,
     out: str | Path,
     split: str | None = None,
@@ -207,8 +207,8 @@ def label(
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
     given: dict[str, Any] = {
-        "base": base,
-        "dataset": dataset,
+        "base": str(base),
+        "dataset": str(dataset),
         "split": split,
         "engine": engine,
         "limit": limit,
