@@ -178,7 +178,7 @@ class Asked:
     def __init__(self, base: PreTrainedModel, policy: StoppingPolicy, price: float | None) -> None:
         self._policy = policy
         self._price = price
-        self._reader = Reader(base, len(policy.layers), policy.queries)
+        self._reader = Reader(base, policy)
         self._dropped = 0  # columns before the reader's first chunk
         self._rows: dict[int, tuple[Cache | None, int]] = {}  # cache, columns that it has seen
 

@@ -2,8 +2,9 @@
 
 Nothing here knows an architecture by name: the tail is a decoder of the base's own class that holds
 its last n layers and its final norm, fed with the hidden states that enter layer L-n. With tuning
-"queries" its layers keep nothing that makes keys and values, and attend to those that the base's
-layer of the same number has computed: they run at step ends alone, and keep nothing between them.
+"queries" these are the last n layers that hold keys. They keep nothing that makes keys and values,
+and attend to those that the base's layer has computed: they run at step ends alone, and keep
+nothing between them. What the base's other layers between and behind them added is added, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,68 +96,81 @@ class Reader:
     """A context in which forwards of the base by this thread leave what a policy reads.
 
     Attributes:
-        hidden: (B, S, H) of the last forward: what entered layer L-n, or with n = 0 the last hidden
-            states after the final norm.
+        hidden: (B, S, R) of the last forward, see `StoppingPolicy.outputs`.
         chunks: `hidden` of each forward, without queries; whoever reads them drops them.
-        keys: with queries, of the base's last n layers, as the last forward attended to them.
+        keys: with queries, of the layers that the policy copies, as the last forward attended.
         columns: of the text so far, padding included.
         positions: (B or 1, 1) of each row's last token.
     """
 
-    def __init__(self, base: PreTrainedModel, num_layers: int, queries: bool) -> None:
+    def __init__(self, base: PreTrainedModel, policy: StoppingPolicy) -> None:
         self.hidden, self.keys = torch.empty(0), list[LayerKeys]()
         self.chunks = list[Tensor]()
         self.columns, self.positions = 0, torch.empty(0, 1)
-        self._decoder = base.get_decoder()
-        self.layers = list(decoder_layers(base))[-num_layers:] if num_layers else []
-        self.queries = queries
+        self._base, self._policy, self._seen = base, policy, dict[int, Tensor]()
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Reader:
-        begin = self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._handles.append(begin)
-        if not self.layers:
-            self._handles.append(self._decoder.register_forward_hook(self._end))
-        for layer in self.layers if self.queries else self.layers[:1]:
-            enter = layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
-            self._handles.append(enter)
+        decoder, layers, policy = self._base.get_decoder(), decoder_layers(self._base), self._policy
+        keyed = set(policy.copied if policy.queries else ())
+        self._hook(decoder.register_forward_pre_hook, self._begin)
+        for number in keyed.union(policy.points):
+            if number < len(layers):
+                enter = partial(self._enter_layer, number, number in keyed)
+                self._hook(layers[number].register_forward_pre_hook, enter)
+            else:
+                last = layers[-1] if policy.copied else decoder
+                self._hook(last.register_forward_hook, partial(self._leave, number))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self.hidden, self.keys, self.chunks = torch.empty(0), [], []
+        self.hidden, self.keys, self.chunks, self._seen = torch.empty(0), [], [], {}
 
     def told(self) -> None:
         """Called whenever more is known of a forward."""
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether nothing is left to read in a forward under way."""
+        wanted = len(self._policy.copied) if self._policy.queries else 0
+        return len(self._seen) == len(self._policy.points) and len(self.keys) == wanted
+
+    def _hook(self, register: Any, hook: Any) -> None:
+        def here(*args: Any) -> Any:
+            return hook(*args) if threading.get_ident() == self._thread else None
+
+        self._handles.append(register(here, with_kwargs=True))
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
-            return
         given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
         self.columns += next(one for one in given if one is not None).shape[1]
         positions = kwargs.get("position_ids")
         last = torch.tensor([[self.columns - 1]])
         self.positions = last if positions is None else positions[:, -1:]
+        self.keys, self._seen = [], {}
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self.hidden = output.last_hidden_state.detach()
-
-    def _enter_layer(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if threading.get_ident() != self._thread:
-            return None
-        if module is self.layers[0]:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            self.hidden, self.keys = hidden.detach(), []
-            self.chunks += [] if self.queries else [self.hidden]
-        if not self.queries:
-            self.told()
+    def _enter_layer(self, number: int, keyed: bool, module: Any, args: Any, kwargs: Any) -> Any:
+        if number in self._policy.points:
+            self._saw(number, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        if not keyed:
             return None
         return args, {**kwargs, "past_key_values": _Tapped(self, kwargs.get("past_key_values"))}
+
+    def _leave(self, number: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._saw(number, output if isinstance(output, Tensor) else output[0])
+
+    def _saw(self, number: int, hidden: Tensor) -> None:
+        self._seen[number] = hidden.detach()
+        if len(self._seen) == len(self._policy.points):
+            first, *others = self._seen.values()
+            gaps = zip(others[::2], others[1::2], strict=True)
+            added = [(b - a.to(b.device)).to(first.device) for a, b in gaps]
+            self.hidden = torch.cat([first, *added], dim=-1) if added else first
+            self.chunks += [] if self._policy.queries else [self.hidden]
+        self.told()
 
 
 class _Tapped:
@@ -204,14 +221,9 @@ class _Unasked(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Zeros (..., out_features)."""
-        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.out_features)
+        return hidden.new_zeros(self.out_features).expand(*hidden.shape[:-1], -1)
 
 
-# What makes keys and values, by the names that all of transformers' families give it. (Where one
-# projection makes queries, too, as in Phi-3, it is kept whole.)
-_KEY_PROJECTIONS = ("k_proj", "v_proj")
-_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "v_norm")
-_LATENT = "kv_b_proj"  # makes keys and values of what is cached: compressed ones
 _GROUPED = "ospruner_queries"
 
 
@@ -255,6 +267,9 @@ class StoppingPolicy(nn.Module):
         queries: whether it attends to the base's keys and values, and so needs no others.
 
     Attributes:
+        copied: the numbers of the base's layers that it copies.
+        points: what enters these layers of the base is read (L: what leaves the last one, or with
+            n = 0 the final norm).
         tail: of the base's own class, with its last n layers and final norm; None for n = 0, where
             the head reads the base's last hidden state.
         head: H to 1, or to 6 with the head "price", in float32.
@@ -275,17 +290,26 @@ class StoppingPolicy(nn.Module):
             )
         self.prices = prices
         self.queries = queries and num_layers > 0
+        self.copied = list(range(total - num_layers, total))
+        if self.queries:
+            self.copied, self._windows = _last_with_keys(base, num_layers)
+        after = zip(self.copied, [*self.copied[1:], total], strict=False)
+        gaps = [(i, i + 1, end) for i, end in after if i + 1 != end]
+        self.points = (self.copied or [total])[:1] + [at for _, *ends in gaps for at in ends]
+        self._added_to = [self.copied.index(i) for i, *_ in gaps]
         outputs = 1 if prices is None else 1 + PRICE_RAMPS
         with torch.device("meta"):
-            self.tail = _empty_tail(base.get_decoder(), num_layers) if num_layers else None
+            self.tail = _empty_tail(base.get_decoder(), self.copied) if num_layers else None
             hidden_size = base.get_decoder().config.hidden_size
             self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
+        if self.tail is not None and self.queries:
+            _drop_keys(self.tail)
         # What each layer is given in one call, by thread, so that concurrent calls don't mix.
         self._given: dict[int, list[dict[str, Any]]] = {}
-        for layer in self.layers:
-            layer.register_forward_pre_hook(self._give, with_kwargs=True)
-        if self.tail is not None and self.queries:
-            self._windows = _drop_keys(self.tail)
+        for i, layer in enumerate(self.layers):
+            layer.register_forward_pre_hook(partial(self._give, i), with_kwargs=True)
+            if i in self._added_to:
+                layer.register_forward_hook(partial(self._add, i))
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -309,11 +333,11 @@ class StoppingPolicy(nn.Module):
                     shapes[_adapter(f"tail.layers.{name}", "B")] = (part.out_features, adapter_rank)
         return shapes
 
-    def name_in_base(self, base: PreTrainedModel, name: str) -> str:
+    def name_in_base(self, name: str) -> str:
         """What a tensor of the policy's tail is called in the base's decoder."""
         parts = name.removeprefix("tail.").split(".")
         if parts[0] == "layers":
-            parts[1] = str(int(parts[1]) + len(decoder_layers(base)) - len(self.layers))
+            parts[1] = str(self.copied[int(parts[1])])
         return ".".join(parts)
 
     def load(self, base: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
@@ -330,7 +354,7 @@ class StoppingPolicy(nn.Module):
         adapted = any(".lora_" in name for name in tensors)
         placed = {}
         for name in self.state_dict():
-            same = theirs.get(self.name_in_base(base, name))
+            same = theirs.get(self.name_in_base(name))
             if name in tensors:
                 tensor = tensors[name]
             elif adapted and same is not None:
@@ -348,7 +372,7 @@ class StoppingPolicy(nn.Module):
         for name, _ in list(self.named_buffers()):
             if name not in placed:
                 module, _, own = name.rpartition(".")
-                value = buffers[self.name_in_base(base, name)].detach().to(device, copy=True)
+                value = buffers[self.name_in_base(name)].detach().to(device, copy=True)
                 self.get_submodule(module).register_buffer(own, value, persistent=False)
 
     def new_cache(self) -> DynamicCache | None:
@@ -384,8 +408,9 @@ class StoppingPolicy(nn.Module):
         """What the head says at every position that it is given, (B, S, 1 or 6) float32.
 
         Args:
-            hidden: what entered the base's layer L-n, (B, S, H); with n = 0 its last hidden states
-                after the final norm.
+            hidden: what entered the first of the base's layers that it copies, (B, S, R), R = H;
+                with n = 0 its last hidden states after the final norm. Behind it, where the base
+                has other layers between or behind those, what they added: R = (1 + gaps) H.
             position_ids: (B, S).
             attention_mask: (B, columns of the text), 1 for tokens; None where there is no padding.
             past_key_values: a cache of `new_cache`, extended by this call.
@@ -405,6 +430,9 @@ class StoppingPolicy(nn.Module):
                     columns = torch.arange(hidden.shape[1], device=device)[None]
                 given, mask = self._shown(keys, columns.to(device), mask), None
                 position_ids = columns.to(device) if position_ids is None else position_ids
+            hidden, *added = hidden.split(self.head.in_features, dim=-1)
+            for i, one in zip(self._added_to, added, strict=True):
+                given[i]["added"] = one
             # Some decoders scale the embeddings they are given: the first layer gets them as is.
             given[0]["hidden_states"] = hidden
             self._given[threading.get_ident()] = given
@@ -425,14 +453,16 @@ class StoppingPolicy(nn.Module):
             said: Tensor = self.head(hidden.to(self.head.weight.dtype))
         return said.float()
 
-    def _give(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        number = next(i for i, layer in enumerate(self.layers) if layer is module)
+    def _give(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = dict(self._given[threading.get_ident()][number])
+        given.pop("added", None)
         if "hidden_states" in given and "hidden_states" not in kwargs:
             args = (given.pop("hidden_states"), *args[1:])
         return args, {**kwargs, **given}
+
+    def _add(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        added = self._given[threading.get_ident()][number]["added"]
+        return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
 
     def _shown(
         self, keys: Sequence[LayerKeys], columns: Tensor, tokens: Tensor | None
@@ -491,40 +521,89 @@ def _merged(weight: Tensor, tensors: Mapping[str, Tensor], module: str) -> Tenso
     return (weight.float() + change.to(weight.device)).to(weight.dtype)
 
 
-def _drop_keys(tail: PreTrainedModel) -> list[int | None]:
-    """Leaves nothing in a tail that makes keys and values.
+def _last_with_keys(base: PreTrainedModel, num_layers: int) -> tuple[list[int], list[int | None]]:
+    """The last layers of a base that hold keys and values of each token.
 
     Returns:
-        How many tokens a token sees in each layer, itself included; None for all.
+        Their numbers, and how many tokens a token sees in each, itself included; None for all.
     """
-    layers = decoder_layers(tail)
-    cached, known = (
-        DynamicCache(config=tail.config).layers,
-        (DynamicLayer, DynamicSlidingWindowLayer),
-    )
-    kinds = {type(one).__name__ for one in cached if type(one) not in known}
-    if any(name.endswith(_LATENT) for name, _ in tail.named_modules()):
-        kinds.add("latent keys and values, compressed")
-    if len(cached) != len(layers):
+    cached = DynamicCache(config=base.get_decoder().config).layers
+    holding = [i for i, one in enumerate(cached) if isinstance(one, CacheLayerMixin)][-num_layers:]
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds = {type(cached[i]).__name__ for i in holding if type(cached[i]) not in plain}
+    if len(cached) != len(decoder_layers(base)):
         kinds.add(f"what {len(cached)} layers share")
-    if kinds:
+    if kinds or len(holding) < num_layers:
+        what = f"some keep {', '.join(sorted(kinds))}" if kinds else f"{len(holding)} hold any"
         raise ValueError(
-            f"tuning is 'queries', but of the last {len(layers)} layers of this base "
-            f"({type(tail).__name__}) some keep {', '.join(sorted(kinds))} in place of plain keys "
-            "and values: use tuning='layers', or fewer policy layers"
+            f"tuning is 'queries', which reads plain keys and values of {num_layers} layers; of "
+            f"this base's ({type(base).__name__}) {what}: use tuning='layers', or fewer policy "
+            "layers"
         )
-    for module in list(layers.modules()):
-        for name, child in list(module.named_children()):
-            if name in _KEY_PROJECTIONS and isinstance(child, nn.Linear):
-                setattr(module, name, _Unasked(child.out_features))
-            elif name in _KEY_NORMS:
-                setattr(module, name, nn.Identity())
+    kept = [cached[i] for i in holding]
+    sliding = DynamicSlidingWindowLayer
+    return holding, [one.sliding_window if isinstance(one, sliding) else None for one in kept]
+
+
+class _Looked(Exception):  # noqa: N818  (it ends a look early; nothing went wrong)
+    pass
+
+
+def _drop_keys(tail: PreTrainedModel) -> None:
+    """Leaves nothing in a tail that makes keys and values alone.
+
+    Found by running each layer's attention (on the meta device): parameters on which depends what
+    it gives its cache, but not what it makes of what the cache gives back.
+    """
     # With a mask, which no flash attention has; eager attention stays each family's own, with
     # sinks or softcaps.
     said, capped = tail.config._attn_implementation, vars(tail.config).get("attn_logit_softcapping")
     eager = said == "eager" or not tail._supports_sdpa or (capped is not None and said != "sdpa")
     tail.config._attn_implementation = "eager" if eager else _GROUPED
-    return [one.sliding_window if type(one) is known[1] else None for one in cached]
+    layers, made, unasked = decoder_layers(tail), list[Tensor](), set[Tensor]()
+
+    def update(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        made.extend((keys, values))
+        return keys.detach(), values.detach()
+
+    def through(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs["past_key_values"] = SimpleNamespace(update=update)
+        with suppress(_Looked):
+            type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return hidden_states
+
+    def look(attention: nn.Module, args: Any, output: Any) -> None:
+        if made:
+            own = list(attention.parameters())
+            asked = output[0].sum() if isinstance(output, tuple) else output.sum()
+            kept = torch.stack([one.sum() for one in made]).sum()
+            gives, takes = (
+                torch.autograd.grad(one, own, retain_graph=True, allow_unused=True)
+                for one in (kept, asked)
+            )
+            both = zip(own, gives, takes, strict=True)
+            unasked.update(p for p, one, other in both if one is not None and other is None)
+            made.clear()
+            raise _Looked
+
+    looking = [m.register_forward_hook(look) for m in layers.modules() if "layer_idx" in vars(m)]
+    for layer in layers:
+        layer.forward = partial(through, layer)
+    with torch.device("meta"), torch.enable_grad():
+        hidden = torch.zeros(1, 1, tail.config.hidden_size, dtype=tail.dtype)
+        here, mask = torch.zeros(1, 1, dtype=torch.long), hidden.new_zeros(1, 1, 1, 1)
+        tail(inputs_embeds=hidden, position_ids=here, attention_mask=mask, use_cache=False)
+    for handle in looking:
+        handle.remove()
+    for module in list(layers.modules()):
+        vars(module).pop("forward", None)
+        for name, child in list(module.named_children()):
+            own = set(child.parameters())
+            if own and own <= unasked and not list(child.children()):
+                instead: nn.Module = nn.Identity()
+                if isinstance(child, nn.Linear):
+                    instead = _Unasked(child.out_features)
+                setattr(module, name, instead)
 
 
 class _CountingCache(DynamicCache):
@@ -539,8 +618,8 @@ class _CountingCache(DynamicCache):
         return self.tokens + query_length, 0
 
 
-def _empty_tail(decoder: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """Keeps the last layers of a decoder built without weights, renumbered from 0.
+def _empty_tail(decoder: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
+    """Keeps the named layers of a decoder built without weights, renumbered from 0.
 
     The configuration is cut after construction, for layers read their own entries of its lists
     while they are built, and caches and masks read the lists while they run.
@@ -550,14 +629,14 @@ def _empty_tail(decoder: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         config.dtype = getattr(torch, config.dtype)
     total = config.num_hidden_layers
     tail = type(decoder)(config)
-    tail.layers = decoder_layers(tail)[total - num_layers :]
+    tail.layers = nn.ModuleList(decoder_layers(tail)[i] for i in numbers)
     for module in tail.layers.modules():
-        if "layer_idx" in vars(module) and module.layer_idx is not None:
-            module.layer_idx -= total - num_layers
+        if vars(module).get("layer_idx") is not None:
+            vars(module)["layer_idx"] = numbers.index(vars(module)["layer_idx"])
     for name, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == total:
-            setattr(config, name, value[total - num_layers :])
-    config.num_hidden_layers = num_layers
+            setattr(config, name, type(value)(value[i] for i in numbers))
+    config.num_hidden_layers = len(numbers)
     for name, child in list(tail.named_children()):
         if child is tail.get_input_embeddings():
             delattr(tail, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,16 +145,16 @@ def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def last_layers_of_checkpoint(
-    base: PreTrainedModel, num_layers: int, revision: str | None
+def layers_of_checkpoint(
+    base: PreTrainedModel, numbers: Sequence[int], revision: str | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of the decoder's last layers and final norm, unquantised, from where base came.
+    """The tensors of some of the decoder's layers and its final norm, unquantised.
 
-    The checkpoint is opened once more with everything else left on disk.
+    The checkpoint that base came from is opened once more with everything else left on disk.
 
     Args:
         base: a base that holds packed parameters, or none.
-        num_layers: n.
+        numbers: of the layers.
         revision: the commit of the checkpoint; None for a folder.
 
     Raises:
@@ -171,7 +171,7 @@ def last_layers_of_checkpoint(
             where,
             revision=revision or "main",
             dtype=decoder_dtype(base),
-            device_map=_only_last_layers(base, num_layers),
+            device_map=_only_layers(base, numbers),
             offload_folder=folder,
             use_safetensors=True,
             **arguments,
@@ -184,17 +184,17 @@ def last_layers_of_checkpoint(
     return tensors
 
 
-def _only_last_layers(base: PreTrainedModel, num_layers: int) -> dict[str, str]:
-    """A device map with the last layers and the final norm in memory, and all else on disk."""
+def _only_layers(base: PreTrainedModel, numbers: Sequence[int]) -> dict[str, str]:
+    """A device map with some layers and the final norm in memory, and all else on disk."""
     decoder, layers = base.get_decoder(), decoder_layers(base)
-    last, beside = set(layers[-num_layers:]), set(decoder.children()) - {layers}
+    wanted, beside = {layers[i] for i in numbers}, set(decoder.children()) - {layers}
     device_map: dict[str, str] = {}
     for name, module in base.named_modules():
         covered = any(name.startswith(f"{key}.") for key in device_map)
         if covered or module is layers or decoder in module.modules():
             continue
         small = module in beside and not isinstance(module, nn.Embedding)
-        device_map[name] = "cpu" if small or module in last else "disk"
+        device_map[name] = "cpu" if small or module in wanted else "disk"
     return device_map
 
 
@@ -245,7 +245,7 @@ def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) 
     outputs: list[torch.Tensor] = []
     handle = tail.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
     try:
-        with Reader(base, n, policy.queries) as reader:
+        with Reader(base, policy) as reader:
             wanted = decoder(
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
             ).last_hidden_state

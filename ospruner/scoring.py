@@ -26,8 +26,8 @@ class TrunkReader(Reader):
     """One that ends each forward, by raising `TrunkDone`, when all is known."""
 
     def told(self) -> None:
-        """Ends the forward once the keys of the last of n layers are there, if they are read."""
-        if not self.queries or len(self.keys) == len(self.layers):
+        """Ends the forward once all is there."""
+        if self.knows_all:
             raise TrunkDone
 
 
@@ -64,8 +64,7 @@ def reading(
     if position_ids is None:
         position_ids = positions_of(input_ids, attention_mask)
     check_length(model.base.config, position_ids.max() + 1, "the text")
-    n = model.config.num_policy_layers
-    with TrunkReader(model.base, n, model.policy.queries) as reader:
+    with TrunkReader(model.base, model.policy) as reader:
         with suppress(TrunkDone):
             model.base.get_decoder()(
                 input_ids=input_ids,

@@ -86,7 +86,7 @@ def stacked(traces: Sequence[dict[str, Tensor]], device: torch.device) -> States
 
 def form_of(model: Any) -> str:
     """Tells a base's weights, their dtype, and what of its states a policy reads."""
-    what = (len(model.policy.layers), model.policy.queries, str(model.base.dtype))
+    what = (model.policy.copied, model.policy.queries, str(model.base.dtype))
     return hashlib.sha256(
         repr((_weights_of(model.base, model.config.base_revision), *what)).encode()
     ).hexdigest()[:16]
@@ -176,7 +176,7 @@ def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> State
     together = takes_packing(base) and base.device.type != "cuda"
     packed, decoder = pack(texts, together), base.get_decoder()
     ids, places = packed.input_ids.to(base.device), packed.position_ids.to(base.device)
-    reading = TrunkReader(base, len(model.policy.layers), queries)
+    reading = TrunkReader(base, model.policy)
     with no_scores(decoder, base.device), reading as reader:
         with suppress(TrunkDone):
             decoder(input_ids=ids, position_ids=places, use_cache=False)

@@ -17,7 +17,7 @@ from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig, Pr
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM, fingerprint_of
 from modeling_ospruner.policy_ospruner import ADAPTER_SCALE, StoppingPolicy, is_quantised
-from ospruner.bases import check_decoder, check_tail, last_layers_of_checkpoint, plain_text_config
+from ospruner.bases import check_decoder, check_tail, layers_of_checkpoint, plain_text_config
 from ospruner.formats import guess
 
 INIT_BIAS = {"fixed": -2.0, "price": -2.5}
@@ -94,9 +94,9 @@ def fresh_layers(
     source: dict[str, torch.Tensor] = {}
     if policy.tail is not None:
         own = base.get_decoder().state_dict()
-        names = {name: policy.name_in_base(base, name) for name in policy.tail.state_dict()}
+        names = {name: policy.name_in_base(name) for name in policy.tail.state_dict()}
         if is_quantised(base) or any(own[name].is_meta for name in names.values()):
-            own = last_layers_of_checkpoint(base, num_layers, revision)
+            own = layers_of_checkpoint(base, policy.copied, revision)
         source = {f"tail.{name}": own[in_base] for name, in_base in names.items()}
     bias = torch.full((policy.head.out_features,), math.log(math.expm1(_INIT_RISE)))
     bias[0] = INIT_BIAS["fixed" if prices is None else "price"] if init_bias is None else init_bias

@@ -14,111 +14,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.cache_utils import CacheLayerMixin
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.policy_ospruner import Reader, decoder_layers
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": None,
-    "max_position_embeddings": 256,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 24}
-LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_d_ssm": 64,
-}
-WINDOW = {"sliding_window": 8}
+from .families import COMMON, LOCAL_EXPERTS, MAMBA, ORDINARY, OTHERS, make_base, padded_prompts
 
-# In every test run: what is said to be served most, and one of each kind of layer.
-ORDINARY: dict[str, dict[str, Any]] = {
-    "qwen2": {},  # DeepSeek-R1-Distill-Qwen, DRPO-7B
-    "llama": {},  # DeepSeek-R1-Distill-Llama
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {**LOCAL_EXPERTS, **WINDOW},
-    "gemma3_text": WINDOW,
-    "glm4_moe": ROUTED_EXPERTS,
-    "smollm3": {},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
-    },
-}
-PLAIN = """
-apertus arcee bitnet cohere ernie4_5 gemma glm glm4 helium hunyuan_v1_dense hyperclovax lfm2
-ministral3 nanochat nemotron olmo olmo2 olmo_hybrid phi phi3 seed_oss stablelm starcoder2
-"""
-OTHERS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in PLAIN.split()},
-    **dict.fromkeys(
-        ["cohere2", "exaone4", "gemma2", "ministral", "mistral", "olmo3", "vaultgemma"], WINDOW
-    ),
-    **dict.fromkeys(["afmoe", "exaone_moe", "flex_olmo", "olmoe"], EXPERTS),
-    **dict.fromkeys(["minimax_m2", "mixtral", "phimoe"], LOCAL_EXPERTS),
-    **dict.fromkeys(["dots1", "solar_open"], ROUTED_EXPERTS),
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"], ROUTED_EXPERTS | LATENT
-    ),
-    "cwm": {"bos_token_id": 1},
-    "deepseek_v32": {**ROUTED_EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
-    "falcon_h1": MAMBA,
-    "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0},
-    "granitemoehybrid": {
-        **LOCAL_EXPERTS,
-        **MAMBA,
-        "shared_intermediate_size": 24,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
-    },
-    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "qwen2_moe": SHARED_EXPERTS,
-    "qwen3_5_moe_text": {**SHARED_EXPERTS, **LINEAR},
-    "qwen3_5_text": LINEAR,
-    "qwen3_next": {**SHARED_EXPERTS, **LINEAR},
-}
 FAMILIES = [
     *ORDINARY,
     *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
@@ -127,44 +31,11 @@ PROMPT_WIDTH, NEW_TOKENS = 9, 20
 PIECES = ((0, 7), (7, 12), (12, 13), (13, 20))
 
 
-def make_base(
-    name: str, tokenizer: PreTrainedTokenizerFast, auto: Any = AutoModelForCausalLM, **extra: Any
-) -> PreTrainedModel:
-    """A random base in which no parameter has a neutral value: a tail without it would show."""
-    fields = {
-        **COMMON,
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **ORDINARY.get(name, {}),
-        **OTHERS.get(name, {}),
-        **extra,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        base: PreTrainedModel = auto.from_config(CONFIG_MAPPING[name](**fields)).eval()
-        for parameter in base.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-            else:
-                parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return base
-
-
 @pytest.fixture(params=FAMILIES)
 def base(
     request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:
     return make_base(request.param, tiny_tokenizer)
-
-
-def padded_prompts(width: int) -> dict[str, torch.Tensor]:
-    """Two rows, the second of which begins with padding."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 250, (2, width), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, : width // 4] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @torch.no_grad()
@@ -214,33 +85,30 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=0)
 
 
-# Bases whose last two layers keep something else than keys and values, and what.
+# Bases whose layers keep something else beside keys and values, and what.
 NO_KEYS = {
-    "nemotron_h": "LinearAttentionLayer",
-    "deepseek_v2": "latent keys",
-    "deepseek_v3": "latent keys",
-    "deepseek_v32": "DynamicIndexedLayer, latent keys",
-    "glm4_moe_lite": "latent keys",
-    "glm_moe_dsa": "DynamicIndexedLayer, latent keys",
+    "deepseek_v32": "DynamicIndexedLayer",
+    "glm_moe_dsa": "DynamicIndexedLayer",
     "falcon_h1": "LinearAttentionAndFullAttentionLayer",
-    "granitemoehybrid": "LinearAttentionLayer",
-    "olmo_hybrid": "LinearAttentionLayer",
-    "qwen3_5_text": "LinearAttentionLayer",
-    "qwen3_5_moe_text": "LinearAttentionLayer",
-    "qwen3_next": "LinearAttentionLayer",
 }
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}  # kernels for other shapes round otherwise
 # Parameters that no gradient reaches in the base's own layers either.
 WITHOUT_GRADIENT = ("expert_bias", "e_score_correction_bias")
 
 
-def keeps_keys(base: PreTrainedModel) -> bool:
-    """Whether its last two layers may be queries only; asserts that it is refused if not."""
-    if base.config.model_type not in NO_KEYS:
-        return True
-    with pytest.raises(ValueError, match=f"some keep {NO_KEYS[base.config.model_type]}"):
-        fresh_layers(base, 2, "queries")
-    return False
+def layers_with_keys(base: PreTrainedModel) -> int:
+    """How many of its layers may be queries only; asserts that more are refused."""
+    kind, total = base.config.model_type, base.config.num_hidden_layers
+    if kind in NO_KEYS:
+        with pytest.raises(ValueError, match=f"some keep {NO_KEYS[kind]}"):
+            fresh_layers(base, 2, "queries")
+        return 0
+    cached = DynamicCache(config=base.config).layers
+    holding = sum(isinstance(one, CacheLayerMixin) for one in cached)
+    if holding < total:
+        with pytest.raises(ValueError, match=f"of this base's .* {holding} hold any"):
+            fresh_layers(base, holding + 1, "queries")
+    return holding
 
 
 @torch.no_grad()
@@ -249,18 +117,17 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
 
     All positions at once, a few of them, and in pieces on a cache of transformers.
     """
-    if not keeps_keys(base):
-        return
+    holding = layers_with_keys(base)
     inputs = padded_prompts(20)
     mask = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     real = mask.bool()
-    for n in (1, 2, base.config.num_hidden_layers):
+    for n in {1, 2, holding}.intersection(range(1, holding + 1)):
         policy = fresh_layers(base, n, "queries")
         names = [name for name, _ in policy.layers.named_parameters()]
         assert not [name for name in names if {"k_proj", "v_proj"} & set(name.split("."))]
         torch.nn.init.normal_(policy.head.weight)
-        with Reader(base, n, queries=True) as reader:
+        with Reader(base, policy) as reader:
             last = base.get_decoder()(**inputs, position_ids=positions).last_hidden_state
             hidden, keys = reader.hidden, reader.keys
         expected = policy.head(last.float())[..., 0]
@@ -277,7 +144,7 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
         torch.testing.assert_close(some, expected.gather(1, columns), **CLOSE)
         cache = DynamicCache(config=base.get_decoder().config)
         for i, j in PIECES:
-            with Reader(base, n, queries=True) as reader:
+            with Reader(base, policy) as reader:
                 last = base.get_decoder()(
                     input_ids=inputs["input_ids"][:, i:j],
                     attention_mask=mask[:, :j],
@@ -298,7 +165,7 @@ def test_saved_loaded_and_generating(
     base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tuning: str
 ) -> None:
     """A policy with weights of its own, in a fresh model: same probabilities, on and offline."""
-    if tuning == "queries" and not keeps_keys(base):
+    if tuning == "queries" and layers_with_keys(base) < 2:
         return
     base.save_pretrained(tmp_path / "base")
     model = untrained(

@@ -23,7 +23,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
 from ..conftest import _make_tiny_base
-from .test_architectures import ORDINARY, make_base, padded_prompts
+from .families import ORDINARY, make_base, padded_prompts
 
 GOLDENS = Path(__file__).with_name("goldens.json")
 RANGE = (1e-4, 1e-2)

@@ -28,7 +28,7 @@ from modeling_ospruner.policy_ospruner import LayerKeys
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 
-from .test_architectures import make_base, padded_prompts
+from .families import make_base, padded_prompts
 
 
 def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:

@@ -114,7 +114,8 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
     ]
     common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
     # Few tokens, none of them for long, so that paragraphs end.
-    common |= {"allowed_token_ids": [*breaks[:2], *visible[:12]], "frequency_penalty": 2.0}
+    likely = dict.fromkeys([*breaks[:2], *visible[:12]], 50.0)
+    common |= {"logit_bias": likely, "frequency_penalty": 2.0}
     arguments: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64, **further}
     arguments |= {"max_num_seqs": 8}
     plain = start(folder / "base", **arguments)

@@ -1,0 +1,170 @@
+"""Every family that people reason with: tiny random bases, one of each, from configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": None,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_d_ssm": 64,
+}
+WINDOW = {"sliding_window": 8}
+
+# In every test run: what is said to be served most, and one of each kind of layer.
+ORDINARY: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # DeepSeek-R1-Distill-Qwen, DRPO-7B
+    "llama": {},  # DeepSeek-R1-Distill-Llama
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**LOCAL_EXPERTS, **WINDOW},
+    "gemma3_text": WINDOW,
+    "glm4_moe": ROUTED_EXPERTS,
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+}
+PLAIN = """
+apertus arcee bitnet cohere ernie4_5 gemma glm glm4 helium hunyuan_v1_dense hyperclovax
+ministral3 nanochat nemotron olmo olmo2 phi phi3 seed_oss stablelm starcoder2
+"""
+FULL, RECURRENT = "full_attention", "linear_attention"
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [RECURRENT, FULL, RECURRENT, RECURRENT, RECURRENT, FULL],
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PLAIN.split()},
+    **dict.fromkeys(
+        ["cohere2", "exaone4", "gemma2", "ministral", "mistral", "olmo3", "vaultgemma"], WINDOW
+    ),
+    **dict.fromkeys(["afmoe", "exaone_moe", "flex_olmo", "olmoe"], EXPERTS),
+    **dict.fromkeys(["minimax_m2", "mixtral", "phimoe"], LOCAL_EXPERTS),
+    **dict.fromkeys(["dots1", "solar_open"], ROUTED_EXPERTS),
+    **dict.fromkeys(
+        ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"], ROUTED_EXPERTS | LATENT
+    ),
+    "cwm": {"bos_token_id": 1},
+    "deepseek_v32": {**ROUTED_EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "falcon_h1": MAMBA,
+    "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0},
+    "granitemoehybrid": {
+        **LOCAL_EXPERTS,
+        **MAMBA,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "attention", "mamba"],
+    },
+    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "qwen2_moe": SHARED_EXPERTS,
+    "kimi_linear": {**ROUTED_EXPERTS, **LATENT, **HYBRID, "num_experts": 4},
+    "laguna": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "lfm2": {"layer_types": [FULL, "conv", FULL, "conv"]},
+    "gemma4_text": {**WINDOW, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
+    "olmo_hybrid": HYBRID,
+    "qwen3_5_moe_text": {**SHARED_EXPERTS, **LINEAR, **HYBRID},
+    "qwen3_5_text": {**LINEAR, **HYBRID},
+    "qwen3_next": {**SHARED_EXPERTS, **LINEAR, **HYBRID},
+}
+
+
+# Families that a policy is refused on, each for a reason of its own.
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2}
+    | {"index_head_dim": 16, "qk_rope_head_dim": 4, **LOCAL_EXPERTS, "moe_intermediate_size": 24},
+    "gemma4_text, per-layer embeddings": {
+        **WINDOW,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": 640,
+        "hidden_size_per_layer_input": 8,
+    },
+    "minimax": LOCAL_EXPERTS,
+    "gpt2": {},
+}
+
+
+def make_base(
+    name: str, tokenizer: PreTrainedTokenizerBase, auto: Any = AutoModelForCausalLM, **extra: Any
+) -> PreTrainedModel:
+    """A random base in which no parameter has a neutral value: a tail without it would show."""
+    fields = {
+        **COMMON,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **ORDINARY.get(name, {}),
+        **OTHERS.get(name, {}),
+        **MORE.get(name, {}),
+        **extra,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base: PreTrainedModel = auto.from_config(
+            CONFIG_MAPPING[name.split(",")[0]](**fields)
+        ).eval()
+        for parameter in base.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+            else:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return base
+
+
+def padded_prompts(width: int) -> dict[str, torch.Tensor]:
+    """Two rows, the second of which begins with padding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 250, (2, width), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, : width // 4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
