@@ -7,7 +7,9 @@
 The labelled problems are taken for all that there are. Calibrations of n of them are drawn, with
 replacement, and each chooses the boldest of the policy's 31 prices. "Naive" takes the boldest whose
 measured loss is small enough; "betting" and "exact" are those of `ospruner calibrate`, in mode
-"sample" and in mode "threshold". A choice is broken where the price loses more on all problems.
+"sample" and in mode "threshold"; "one end" tests from price 0 alone. A choice is broken where the
+price loses more on all problems. `--lost-at-zero 0.01` takes away every hundredth right answer at
+price 0, and there alone.
 """
 
 from __future__ import annotations
@@ -21,32 +23,26 @@ import numpy as np
 import pandas as pd
 import timing
 
-from ospruner.calibrating import PRICE_THRESHOLD
+from ospruner.calibrating import tried
 from ospruner.comparing import Judged
-from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
+from ospruner.eval.calibration import Test, boldest_kept, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
-from ospruner.eval.replay import replay, replay_full
-from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
+from ospruner.eval.replay import replay_full
+from ospruner.eval.table import FloatArray, IntArray
 
 LEVEL = 0.05
 
 
-def calibrations(
-    rejects: Callable[[FloatArray, float, float], BoolArray],
-    lost: FloatArray,
-    picks: IntArray,
-    max_loss: float,
-) -> IntArray:
-    """(C,) the last price before the first that is not rejected; -1 where the first is not.
+def two_ends(test: Test, lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
+    """(C,) what `boldest_kept` finds in C calibrations on the problems `picks` (C, n)."""
+    return boldest_kept([of_price[picks] for of_price in lost], max_loss, LEVEL, test)
 
-    Args:
-        rejects: the test, of (C, n) losses.
-        lost: (J, P) the problems' losses at J prices, from careful to bold.
-        picks: (C, n) the problems of C calibrations.
-        max_loss: of the null.
-    """
-    rejected = np.stack([rejects(of_price[picks], max_loss, LEVEL) for of_price in lost])  # (J, C)
-    return np.logical_and.accumulate(rejected).sum(axis=0) - 1
+
+def one_end(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
+    """(C,) the last price before the first that the exact test does not reject; -1 for none."""
+    rejected = np.stack([exact_rejects(of_price[picks], max_loss, LEVEL) for of_price in lost])
+    found: IntArray = np.logical_and.accumulate(rejected).sum(axis=0) - 1
+    return found
 
 
 def naive(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
@@ -58,33 +54,36 @@ def naive(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
 
 CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]] = {
     "naive": ("sample", naive),
-    "betting": ("sample", partial(calibrations, betting_rejects)),
+    "betting": ("sample", partial(two_ends, "betting")),
     "naive, threshold": ("threshold", naive),
-    "exact": ("threshold", partial(calibrations, exact_rejects)),
+    "exact, one end": ("threshold", one_end),
+    "exact": ("threshold", partial(two_ends, "exact")),
 }
 """By name: the mode in which the policy decides, and how a price is chosen."""
 
 
 def measure(
-    policy: str, labels: str, numbers: list[int], limits: list[float], resamples: int, seed: int
+    policy: str,
+    labels: str,
+    numbers: list[int],
+    limits: list[float],
+    resamples: int,
+    seed: int,
+    lost_at_zero: float = 0.0,
 ) -> dict[str, Any]:
     """What each choice saves, and how often it is broken."""
-    ours = Judged(labels)
-    table = TraceTable.from_dataset(ours.traces)
-    use = parse_policies([policy])[0]
+    ours, use = Judged(labels), parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one price: give one of every price")
-    said, full = ours.predicted(use.path), replay_full(table)
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}
-    modes: dict[Any, float | None] = {"sample": None, "threshold": PRICE_THRESHOLD}
-    for mode, threshold in modes.items():
-        outcomes = [
-            replay(table, said.probabilities(price), threshold)
-            for price in use.config.prices.grid()
-        ]
-        lost[mode] = np.stack([losses(table, outcome) for outcome in outcomes])
-        saved[mode] = np.array([1 - one.mean_tokens / full.mean_tokens for one in outcomes])
+    for mode in ("sample", "threshold"):
+        table, outcomes = tried(ours, use, mode)
+        full = replay_full(table).mean_tokens
+        lost[mode] = np.stack([losses(table, outcome) for _, outcome in outcomes])
+        saved[mode] = np.array([1 - one.mean_tokens / full for _, one in outcomes])
+        harmed = np.flatnonzero(lost[mode][0] == 0)
+        lost[mode][0, harmed[: round(lost_at_zero * len(table.problem_ids))]] = 1
     rows = []
     for max_loss, n in itertools.product(limits, numbers):
         draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
@@ -110,11 +109,12 @@ def main() -> None:
     parser = timing.options(__doc__)
     parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
     parser.add_argument("--labels", default="runs/demo/labels/test")
-    parser.add_argument("--problems", type=int, nargs="+", default=[500, 1500])
+    parser.add_argument("--problems", type=int, nargs="+", default=[200, 500, 1500])
     parser.add_argument("--max-loss", type=float, nargs="+", default=[0.01, 0.02, 0.03])
     parser.add_argument("--resamples", type=int, default=1000, help="calibrations each")
+    parser.add_argument("--lost-at-zero", type=float, default=0.0, help="share of problems")
     args = timing.parse(parser)
-    limits, asked = args.max_loss, (args.resamples, args.seed)
+    limits, asked = args.max_loss, (args.resamples, args.seed, args.lost_at_zero)
     found = measure(args.policy, args.labels, args.problems, limits, *asked)
     print(f"{found['population']} problems; tokens saved % (word broken %)")
     table = pd.DataFrame(dtype=object)

@@ -25,6 +25,7 @@ API = (
     ("Rules in generate", "ospruner.rules.live", ("generate_with_rule",)),
     ("Comparing", "ospruner.comparing", ("compare",)),
     ("Promises", "ospruner.calibrating", ("calibrate",)),
+    ("All in one", "ospruner.rounds", ("make", "Made", "Round")),
     ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat")),
     ("Engines", "ospruner.engines.opening", ("EngineOptions", "open_engine")),
     ("Labels", "ospruner.train.labels.label", ("LabelConfig", "label")),

@@ -1,17 +1,18 @@
 """A promise about accuracy: the boldest setting of a rule that loses at most so much, so surely.
 
-Learn-then-Test (Angelopoulos et al. 2021, arXiv:2110.01052) by fixed-sequence testing: settings are
-ordered from careful to bold before the data are seen; "it loses more than `max_loss`" is tested at
-level 1 - confidence for one after the other, and the first that cannot be rejected ends it. The
-last one rejected is promised: on problems drawn as the calibration's were, the chance that it loses
-more is at most 1 - confidence.
+Learn-then-Test (Angelopoulos et al. 2021, arXiv:2110.01052): settings are ordered from careful to
+bold before the data are seen; "it loses more than `max_loss`" is tested for one after the other,
+and the boldest that is rejected is promised: on problems drawn as the calibration's were, the
+chance that it loses more is at most 1 - confidence (`boldest_kept`).
 
-What is tested is the loss of each *problem*, D in [-1, 1]: the full trace's grade less the stopped
-one's, averaged over the problem's traces, so that several traces of a problem are one unit.
+What is tested is the loss of each *problem*, D in [-1, 1]: the grade of the answer forced at the
+full trace's end less that of the one forced at the stop, averaged over the problem's traces, so
+that several traces of a problem are one unit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ __all__ = [
     "VARIANCE",
     "Calibration",
     "betting_rejects",
+    "boldest_kept",
     "calibrate",
     "exact_rejects",
+    "forecast",
     "losses",
     "problems_needed",
 ]
@@ -45,6 +48,8 @@ THRESHOLDS = tuple(
 VARIANCE, PRIOR_PROBLEMS = 0.06, 50
 """The first guess of D's variance, and how many problems it counts as."""
 _MOST_BET = 0.75  # of the capital, at a loss of 1
+SECOND = 8  # the second sequence of tests starts this part of the way
+FORECASTS = 200  # calibrations that a forecast draws
 GRID = 200
 """Shares of helped problems at which the exact test's cut-off is looked for."""
 
@@ -60,6 +65,9 @@ class Calibration:
         tokens_saved: share of the full traces' thinking tokens, at the same setting.
         problems: how many were tested on.
         test: which test decided.
+        full_accuracy: of the answers forced at the full traces' ends, which the loss is against.
+        natural_accuracy: of the base's own answers after the full traces, where none counts as
+            wrong; None where the labels hold none at all.
         enough: where none passed, about how many problems would do for the most careful setting;
             None where that one loses too much.
     """
@@ -69,6 +77,8 @@ class Calibration:
     tokens_saved: float
     problems: int
     test: Test
+    full_accuracy: float
+    natural_accuracy: float | None
     enough: int | None = None
 
     def told(self, max_loss: float, confidence: float) -> str:
@@ -78,7 +88,7 @@ class Calibration:
             return (
                 f"{self.value:g} keeps the promise of {goal}: on {self.problems:,} problems it "
                 f"loses {100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the "
-                f"thinking tokens ({self.test} test)."
+                f"thinking tokens ({self.test} test). {self._against()}"
             )
         more = (
             f"about {self.enough:,} such problems would do for the most careful setting"
@@ -88,15 +98,32 @@ class Calibration:
         )
         return (
             f"No setting keeps the promise of {goal} on {self.problems:,} problems ({self.test} "
-            f"test; the most careful one loses {100 * self.loss:.2f} points); {more}."
+            f"test; the most careful one loses {100 * self.loss:.2f} points); {more}. "
+            f"{self._against()}"
         )
+
+    def _against(self) -> str:
+        """What the loss is against, and how far the base's own answers lie from it."""
+        said = (
+            "The loss is against the answer forced at the full trace's end, right in "
+            f"{self.full_accuracy:.1%}"
+        )
+        if self.natural_accuracy is None:
+            return f"{said}; the labels hold no natural answers."
+        apart = 100 * (self.natural_accuracy - self.full_accuracy)
+        natural = f"{self.natural_accuracy:.1%} ({apart:+.2f} points)"
+        return f"{said}; the natural answer there is right in {natural}."
 
 
 def losses(table: TraceTable, outcome: Outcome) -> FloatArray:
     """(P,) loss of accuracy of each problem against its full traces, in [-1, 1]."""
-    lost = table.full_correct - outcome.correct
+    return _by_problem(table, table.full_correct - outcome.correct)
+
+
+def _by_problem(table: TraceTable, values: FloatArray) -> FloatArray:
+    """(P,) means over each problem's traces of (N,) values."""
     counts = np.bincount(table.problem_index)
-    return np.bincount(table.problem_index, weights=lost) / counts
+    return np.bincount(table.problem_index, weights=values) / counts
 
 
 def calibrate(
@@ -106,7 +133,8 @@ def calibrate(
     confidence: float = 0.95,
     *,
     variance: float = VARIANCE,
-    seed: int = 0,
+    salt: str = "",
+    looks: int = 1,
 ) -> Calibration:
     """The boldest setting that loses at most `max_loss`.
 
@@ -122,7 +150,10 @@ def calibrate(
         confidence: in (0, 1).
         variance: a guess of D's variance, from other problems; it decides how much is saved, never
             whether the promise holds.
-        seed: of the order in which problems are bet on.
+        salt: names the rule and the labels. The order in which problems are bet on follows from it
+            and their ids, so that nobody can try orders until one passes.
+        looks: how often in all labels that grow are calibrated on, where the first promise may be
+            taken: each look spends so small a part of 1 - confidence.
 
     Raises:
         ValueError: a number out of its range, or no setting.
@@ -132,29 +163,90 @@ def calibrate(
             raise ValueError(f"{name} is {number}; it must lie in (0, 1), such as 0.02 or 0.95")
     if not outcomes:
         raise ValueError("there is no setting to try; give some from careful to bold")
-    order = np.random.default_rng(seed).permutation(len(table.problem_ids))
+    places = [hashlib.sha256(f"{salt}/{one}".encode()).digest() for one in table.problem_ids]
+    order = sorted(range(len(places)), key=places.__getitem__)
     tested = [losses(table, outcome)[order] for _, outcome in outcomes]
     paired = all(bool(np.isin(lost, (-1.0, 0.0, 1.0)).all()) for lost in tested)
     test: Test = "exact" if paired else "betting"
-    level, passed = 1 - confidence, 0
-    for lost in tested:
-        if paired:
-            rejects = exact_rejects(lost[None], max_loss, level)
-        else:
-            rejects = betting_rejects(lost[None], max_loss, level, variance)
-        if not rejects[0]:
-            break
-        passed += 1
-    shown = max(passed - 1, 0)
+    level = (1 - confidence) / looks
+    kept = int(boldest_kept([lost[None] for lost in tested], max_loss, level, test, variance)[0])
+    shown = max(kept, 0)
     value, outcome = outcomes[shown]
+    natural = table.natural_correct
     return Calibration(
-        value=value if passed else None,
+        value=value if kept >= 0 else None,
         loss=float(tested[shown].mean()),
         tokens_saved=1 - outcome.mean_tokens / replay_full(table).mean_tokens,
         problems=len(order),
         test=test,
-        enough=None if passed else problems_needed(tested[0], max_loss, level, test),
+        full_accuracy=float(_by_problem(table, table.full_correct).mean()),
+        natural_accuracy=None
+        if np.isnan(natural).all()
+        else float(_by_problem(table, np.nan_to_num(natural)).mean()),
+        enough=None if kept >= 0 else problems_needed(tested[0], max_loss, level / 2, test),
     )
+
+
+def boldest_kept(
+    lost: Sequence[FloatArray],
+    max_loss: float,
+    level: float,
+    test: Test = "exact",
+    variance: float = VARIANCE,
+) -> IntArray:
+    """The boldest setting that keeps the promise in each of C calibrations.
+
+    Settings are tested in two sequences, each at half of the level until its first that is not
+    rejected: from the most careful one, and from one `1 / SECOND` of the way. Where the first gets
+    to the second's start, it hands its half on, and the second goes on at the whole level. This is
+    Wiens' fallback procedure (Pharmaceutical Statistics 2, 2003), exact at any dependence: so a
+    point that is lost at the most careful setting alone does not end it all.
+
+    Args:
+        lost: (C, n) losses at each of J settings, from careful to bold, in the order of betting.
+        max_loss: the accuracy that may be lost.
+        level: the chance that a setting is taken that loses more.
+        test: which one.
+        variance: as for `betting_rejects`.
+
+    Returns:
+        (C,) its number; -1 where none does.
+    """
+
+    def leading(some: Sequence[FloatArray], level: float) -> IntArray:
+        """(C,) how many settings are rejected before the first that is not."""
+        if test == "exact":
+            rejected = [exact_rejects(one, max_loss, level) for one in some]
+        else:
+            rejected = [betting_rejects(one, max_loss, level, variance) for one in some]
+        found: IntArray = np.logical_and.accumulate(np.stack(rejected)).sum(axis=0)
+        return found
+
+    if len(lost) == 1:
+        return leading(lost, level) - 1
+    start = max(1, len(lost) // SECOND)
+    first, second = (leading(part, level / 2) for part in (lost[:start], lost[start:]))
+    whole = start + leading(lost[start:], level)
+    return np.where(first == start, whole, np.where(second > 0, start + second, first)) - 1
+
+
+def forecast(
+    lost: Sequence[FloatArray], saved: FloatArray, problems: int, max_loss: float, level: float
+) -> float:
+    """What calibrations on so many problems like these would save, in the mean.
+
+    Args:
+        lost: (P,) losses of the problems at hand at each of J settings, from careful to bold.
+        saved: (J,) shares of the thinking tokens.
+        problems: of one calibration; they are drawn from those at hand, with replacement.
+        max_loss: the accuracy that may be lost.
+        level: the chance that a setting is taken that loses more.
+    """
+    picks = np.random.default_rng(problems).integers(0, len(lost[0]), (FORECASTS, problems))
+    paired = all(bool(np.isin(one, (-1.0, 0.0, 1.0)).all()) for one in lost)
+    test: Test = "exact" if paired else "betting"
+    kept = boldest_kept([one[picks] for one in lost], max_loss, level, test)
+    return float(np.where(kept >= 0, saved[kept], 0.0).mean())
 
 
 def problems_needed(

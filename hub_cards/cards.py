@@ -92,6 +92,7 @@ def policy_card(
     )
     details = dict(record.details)
     warning = without_paths(details.pop("warning", ""))
+    details.pop("trained_on", None)  # thousands of names of problems
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("policy_card.md")),

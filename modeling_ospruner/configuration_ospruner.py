@@ -217,7 +217,7 @@ class OSPrunerConfig(PreTrainedConfig):
         if self.prices is not None:
             self.prices.check(owner, self.price)
         for one in self.calibrations or []:
-            if set(one) != set(CALIBRATION_FIELDS):
+            if not set(CALIBRATION_FIELDS) <= set(one):
                 raise ValueError(
                     f"{owner}: calibrations holds {shown(one)}; each must have the fields "
                     f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"

@@ -181,7 +181,7 @@ class StopPolicyConfig:
                     f"{[one['max_loss'] for one in promises]}: make the promise with "
                     "`ospruner calibrate`"
                 )
-            boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
+            boldest = max(kept, key=lambda one: (one["confidence"], one["max_loss"]))
             promised = {name: boldest[name] for name in ("mode", "threshold", "price")}
             return replace(self, max_loss=None, **promised)
         price = config.price if self.price is None else self.price

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ospruner.comparing import compare
     from ospruner.hub_cards.publish import publish
     from ospruner.hub_cards.verify import verify
+    from ospruner.rounds import make
     from ospruner.train.config import StopConfig
     from ospruner.train.labels.label import label
     from ospruner.train.trainer import StopTrainer
@@ -40,6 +41,7 @@ __all__ = [
     "compare",
     "demo",
     "label",
+    "make",
     "publish",
     "rules",
     "verify",
@@ -53,6 +55,7 @@ _WHERE = {
     "calibrate": "ospruner.calibrating",
     "compare": "ospruner.comparing",
     "label": "ospruner.train.labels.label",
+    "make": "ospruner.rounds",
     "publish": "ospruner.hub_cards.publish",
     "verify": "ospruner.hub_cards.verify",
 }

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from huggingface_hub import ModelCard
 
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
+from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.comparing import Judged
 from ospruner.durable import replace_file
 from ospruner.eval.calibration import THRESHOLDS, Calibration
@@ -20,16 +21,17 @@ from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.measured import measure
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.problems.registry import open_task
-from ospruner.eval.replay import replay, stop_weights
+from ospruner.eval.problems.sources import text_key
+from ospruner.eval.replay import Outcome, replay, stop_weights
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
-from ospruner.provenance import read_provenance
+from ospruner.provenance import file_hash, read_provenance
 from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
-__all__ = ["PRICE_THRESHOLD", "calibrate"]
+__all__ = ["PRICE_THRESHOLD", "calibrate", "tried"]
 
 PRICE_THRESHOLD = 0.5
 """The stop probability at which a policy of every price is indifferent."""
@@ -46,7 +48,7 @@ def calibrate(
     base: str | None = None,
     device: str | None = None,
     states: str | Path | None = None,
-    seed: int = 0,
+    looks: int = 1,
     progress: Progress = silent,
 ) -> Calibration:
     """Finds the boldest setting that keeps a promise, and stores it in the policy's folder.
@@ -61,8 +63,10 @@ def calibrate(
     Args:
         policy: its folder; where a setting passes, `config.json` and the card `README.md` say so.
             Or a rule without training, whose threshold is found and returned: `rules.Deer`, "deer".
-        labels: as for `compare`; the policy was not trained on them.
-        max_loss: the accuracy that may be lost against the full trace, as a share.
+        labels: as for `compare`; the policy was trained on none of their problems, which are told
+            apart by their text.
+        max_loss: the accuracy that may be lost, as a share, against the answers forced at the full
+            traces' ends. The base's own answers there are told beside it.
         confidence: how surely not more is lost.
         mode: in which the policy is to stop.
         values: to try, from careful to bold: thresholds falling, or prices rising. None:
@@ -70,19 +74,19 @@ def calibrate(
         base: the base, where it lies elsewhere than when it was labelled.
         device: on which it computes; None for the best.
         states: folder in which the trunk's states are kept.
-        seed: of the order of problems.
+        looks: how often in all growing labels are calibrated on; see `eval.calibration.calibrate`.
         progress: called with phases "trunk" and "policies".
 
     Returns:
         What was found; `value` is None where no setting keeps the promise, and nothing is stored.
 
     Raises:
-        ValueError: no policy there or another base's, the labels it was trained on, labels of free
-            answers, settings in another order, or mode "sample" of a policy of one price.
+        ValueError: no policy there or another base's, problems that it was trained on, labels of
+            free answers, settings in another order, or mode "sample" of a policy of one price.
     """
     check_choice("calibrate", "mode", mode, MODES)
     if isinstance(policy, Family) or (is_rule(str(policy)) and not Path(policy).is_dir()):
-        return _of_rule(policy, values, labels, max_loss, confidence, mode, seed)
+        return _of_rule(policy, values, labels, max_loss, confidence, mode)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     ours = Judged(labels, base, device=device, states=states, progress=progress)
@@ -94,23 +98,16 @@ def calibrate(
             "setting to calibrate: leave it out (a threshold is found), or train one of every "
             "price (ospruner train --head price)"
         )
-    if values is None:
-        values = THRESHOLDS if known is None else known.grid()
-    _refuse_order(values, known)
+    if values is not None:
+        _refuse_order(values, known)
     ours.refuse(use)
     _refuse_own(folder, use, ours)
-
-    def setting(value: float) -> tuple[npt.NDArray[np.float32], float | None]:
-        """What `replay` takes for a value: stop probabilities, and the threshold or None."""
-        if known is None:
-            return said.probabilities(), value
-        return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
-
-    table, said = TraceTable.from_dataset(ours.traces), ours.predicted(use.path)
-    outcomes = [(value, replay(table, *setting(value))) for value in values]
-    found = boldest(table, outcomes, max_loss, confidence, seed=seed)
+    table, outcomes = tried(ours, use, mode, values)
+    salt = f"{file_hash(folder / WEIGHTS)}/{ours.labels.data_hash}"
+    found = boldest(table, outcomes, max_loss, confidence, salt=salt, looks=looks)
     if found.value is not None:
-        pi, threshold = setting(found.value)
+        said = ours.predicted(use.path)
+        pi, threshold = _setting(said, known, mode, found.value)
         promise = {
             "max_loss": max_loss,
             "confidence": confidence,
@@ -120,9 +117,36 @@ def calibrate(
             "data_hash": ours.labels.data_hash,
             "traffic": _traffic(table, said, pi, threshold),
         }
-        facts = ("loss", "tokens_saved", "problems", "test")
+        facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
         _store(folder, {name: vars(found)[name] for name in facts} | promise)
     return found
+
+
+def tried(
+    ours: Judged, use: PolicyUse, mode: str = "threshold", values: Sequence[float] | None = None
+) -> tuple[TraceTable, list[tuple[float, Outcome]]]:
+    """What a policy does on labels at each setting that a calibration tries, from careful to bold.
+
+    Args:
+        ours: the labels.
+        use: the policy.
+        mode: as for `calibrate`.
+        values: as for `calibrate`.
+    """
+    known, said = use.config.prices, ours.predicted(use.path)
+    if values is None:
+        values = THRESHOLDS if known is None else known.grid()
+    table = TraceTable.from_dataset(ours.traces)
+    return table, [(one, replay(table, *_setting(said, known, mode, one))) for one in values]
+
+
+def _setting(
+    said: Predicted, known: PriceRange | None, mode: str, value: float
+) -> tuple[npt.NDArray[np.float32], float | None]:
+    """What `replay` takes for a value: stop probabilities, and the threshold or None."""
+    if known is None:
+        return said.probabilities(), value
+    return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
 
 
 def _of_rule(
@@ -132,7 +156,6 @@ def _of_rule(
     max_loss: float,
     confidence: float,
     mode: str,
-    seed: int,
 ) -> Calibration:
     """The boldest threshold of a rule without training that keeps a promise."""
     kind = rule if isinstance(rule, Family) else parse_rule(str(rule))
@@ -149,7 +172,8 @@ def _of_rule(
     thresholds = [kind(value).threshold for value in values]
     found, table = measure(ours.split, kind), ours.split.table
     outcomes = [(value, found.outcome(table, kind, value)) for value in thresholds]
-    return boldest(table, outcomes, max_loss, confidence, seed=seed)
+    salt = f"{kind.name}/{ours.labels.data_hash}"
+    return boldest(table, outcomes, max_loss, confidence, salt=salt)
 
 
 def _refuse_labels(ours: Judged) -> None:
@@ -177,11 +201,18 @@ def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
             f"forced after {sentences[1]!r}: a promise holds for the policy's own; label with it"
         )
     record = read_provenance(folder)
-    trained_on = {record.data_hash, *record.details.get("domains", {}).values()}
-    if ours.labels.data_hash in trained_on:
+    if "trained_on" in record.details:
+        known = set(record.details["trained_on"].split())
+        again = {one for one in ours.traces["problem"] if text_key(one) in known}
+    elif ours.labels.data_hash in {record.data_hash, *record.details.get("domains", {}).values()}:
+        again = set(ours.traces["problem"])  # a policy of the first days, which knows no texts
+    else:
+        again = set()
+    if again:
         raise ValueError(
-            f"{ours.name} are the labels that {folder} was trained on: what it does there says "
-            "nothing about new problems; calibrate on others"
+            f"{len(again)} problems of {ours.name} are among those that {folder} was trained on, "
+            f"under whatever id, such as {min(again)[:60]!r}: what it does there says nothing "
+            "about new ones; label others (--set exclude=FILE leaves problems out)"
         )
 
 

@@ -21,7 +21,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ospruner.durable import lock_folder, read_checked, write_checked
 from ospruner.eval.table import TraceTable
 
-__all__ = ["claimed", "has_ended", "labels_hash", "last_checkpoint", "note_policy", "record_of"]
+__all__ = [
+    "RUN",
+    "claimed",
+    "has_ended",
+    "labels_hash",
+    "last_checkpoint",
+    "note_policy",
+    "record_of",
+]
 
 RUN = "run.json"
 
@@ -53,7 +61,7 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
         ]
         if differences:
             raise ValueError(
-                f"{out} holds another training run ({'; '.join(differences)}): use the same "
+                f"{out} holds another run ({'; '.join(differences)}): use the same "
                 "settings and labels to continue it, or another folder"
             )
         yield

@@ -33,6 +33,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from modeling_ospruner.policy_ospruner import is_quantised, price_logits
+from ospruner.eval.problems.sources import text_key
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
@@ -135,7 +136,12 @@ class StopTrainer(Trainer):
         width = int(model.config.get_text_config().hidden_size)
         magnitude = _magnitude(model, self.traces)
         config = config.settled(self.traces.table, len(rows), magnitude, width)
-        self._facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
+        known = sorted({text_key(one) for one in sets[0]["problem"]})
+        self._facts = {
+            "data_hash": ours.data_hash,
+            "training_traces": len(rows),
+            "trained_on": " ".join(known),
+        }
         if ours.parts:
             self._facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
         self._identity = {

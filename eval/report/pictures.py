@@ -34,6 +34,7 @@ __all__ = [
     "draw_dynamics",
     "draw_frontiers",
     "draw_pareto",
+    "draw_rounds",
     "front",
     "furnish",
     "label_points",
@@ -321,6 +322,31 @@ def _read_log(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, bool]:
     if log.empty or not every_price:  # whose end is told at another price
         log = pd.concat([log, stages[log.columns]])
     return stages, log.sort_values("step", kind="stable"), every_price
+
+
+def draw_rounds(rounds: Sequence[Mapping[str, float]], title: str) -> Figure:
+    """What each round of labels saved at the promise, and what twice as many were expected to.
+
+    Args:
+        rounds: "problems", and the shares "saved", "frontier" and "expected" of each.
+        title: above the picture.
+    """
+    figure = _figure(6.4, 4.0)
+    axes = figure.add_subplot()
+    sizes = [one["problems"] for one in rounds]
+    colours = [colour for colour, _ in STYLES]
+    for name, label, marker, colour, places in (
+        ("saved", "at the promise", "o-", FRONTIER_COLOUR, sizes),
+        ("expected", "forecast, at the promise", "v:", colours[0], [2 * size for size in sizes]),
+        ("frontier", "measured, without a promise", "s--", MUTED, sizes),
+    ):
+        shares = [100 * one[name] for one in rounds]
+        axes.plot(places, shares, marker, color=colour, label=label, lw=1.2, ms=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([*sizes, 2 * sizes[-1]], [f"{size:,}" for size in (*sizes, 2 * sizes[-1])])
+    furnish(axes, "labelled problems", "thinking tokens saved, %")
+    _finish(figure, title)
+    return figure
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -55,6 +55,7 @@ LABEL = Fields(
     ),
     hidden=("base", "dataset", "out"),
 )
+MAKING = Fields(LABEL.where, hidden=(*LABEL.hidden, "limit"))
 IMPORT = Fields(
     LABEL.where,
     shown=("engine", "limit", "task", "max_thinking_tokens", "revision", "urls", "allow_code"),
@@ -97,6 +98,43 @@ def demo(
     size = QUICK if quick else FULL if full else STANDARD
     default = "runs/demo" if size is STANDARD else f"runs/demo-{size.name}"
     run_demo(out or Path(default), size, seed, console, json_file)
+
+
+@app.command(rich_help_panel=MAKE)
+@with_fields(MAKING)
+def make(
+    context: typer.Context,
+    base: Annotated[str, arg("The reasoning model: a folder or a Hub id.")],
+    dataset: Annotated[str, opt("As for `ospruner label`.")],
+    out: Out,
+    max_loss: Annotated[float, opt("Accuracy that may be lost.")] = 0.02,
+    hours: Annotated[float | None, opt("Begin no round that would exceed them.")] = None,
+    problems: Annotated[int | None, opt("Label so many at the most.")] = None,
+) -> None:
+    """Make a policy with as few labels as it takes: examine, label in rounds, train, promise.
+
+    What may be lost is told by `ospruner calibrate --help`. Status 1 where no promise is kept.
+    """
+    from ospruner.rounds import make
+
+    given = fields_of(context, MAKING)
+    with _stoppable(out / "labels"), _bars("make") as bars:
+
+        def tell(line: str) -> None:
+            console.print(line, highlight=False)
+
+        limits: dict[str, Any] = {"max_loss": max_loss, "hours": hours, "problems": problems}
+        made = make(base, dataset, out=out, progress=bars, tell=tell, **limits, **given)
+    console.print(f"No further round: {made.why}. {made.promise}", highlight=False)
+    promised = f" --max-loss {max_loss:g}" if made.promised else ""
+    for line in (
+        f"Policy and card: {made.policy}; report: {made.report}; curve: {out / 'curve.png'}",
+        f"ospruner serve {made.policy}{promised}",
+        f"ospruner publish {made.policy} ORG/NAME --dry-run",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    if not made.promised:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=MAKE)
@@ -249,16 +287,20 @@ def calibrate(
     max_loss: Annotated[float, opt("Accuracy that may be lost, such as 0.02.")],
     json_file: JsonFile = None,
 ) -> None:
-    """Promise that stopping loses at most so much accuracy, and store the promise in the policy."""
+    """Promise that stopping loses at most so much accuracy, and store the promise in the policy.
+
+    The loss is against the answer forced at the full trace's end; how often the base's own answer
+    there is right is told beside it.
+    """
     from ospruner.calibrating import calibrate
 
-    said = {"confidence": 0.95, "mode": "threshold", "seed": 0, **fields_of(context, CALIBRATING)}
+    said = {"confidence": 0.95, "mode": "threshold", **fields_of(context, CALIBRATING)}
     values = said.pop("values", None)
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     with _bars("calibrate") as bars:
         found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
     console.print(found.told(max_loss, said["confidence"]), highlight=False)
-    kept = {name: said[name] for name in ("confidence", "mode", "seed")}
+    kept = {name: said[name] for name in ("confidence", "mode")}
     _write({"max_loss": max_loss, **kept, **asdict(found)}, json_file)
     if found.value is None:
         raise typer.Exit(1)

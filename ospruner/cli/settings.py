@@ -53,7 +53,6 @@ class Calibrating:
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
     states: str | None = _opt(_STATES)
-    seed: int = _opt("Seed of the order of problems.", 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def test_promises(run_here: RunScript, tmp_path: Path) -> None:
     sizes = ("--problems", "60", "120", "--max-loss", ".05", ".3")
     asked = (*sizes, "--resamples", "50", "--seed", "3")
     found, printed = run_here("promises.py", *named, *asked)
-    assert len(found["rows"]) == 2 * 2 * 4
+    assert len(found["rows"]) == 2 * 2 * 5
     for row in found["rows"]:
         assert 0 <= row["broken"] <= row["served"] <= 1
         assert row["saved"] >= 0

@@ -9,8 +9,10 @@ import pytest
 
 from ospruner.eval.calibration import (
     betting_rejects,
+    boldest_kept,
     calibrate,
     exact_rejects,
+    forecast,
     losses,
     problems_needed,
 )
@@ -119,6 +121,7 @@ def test_the_search_over_expected_losses_keeps_its_word() -> None:
         ]
         found = calibrate(traces, settings, limit, variance=0.005)
         assert found.test == "betting"
+        assert found.natural_accuracy is None
         served.append(-1 if found.value is None else mixing.index(found.value))
     broken = np.mean([step >= 0 and truth[step] >= limit for step in served])
     assert broken <= BOUND
@@ -171,6 +174,74 @@ def test_it_promises_the_boldest_and_stops_at_the_first_failure() -> None:
     assert found.value == 2.0
     assert found.tokens_saved == pytest.approx(1 - 30 / replay_full(traces).mean_tokens)
     assert found.loss == 0
+
+
+def test_a_point_lost_at_the_most_careful_setting_alone_does_not_end_it() -> None:
+    grades = np.ones((1000, 4))
+    grades[:30, 3] = 0  # the full trace errs where all earlier answers are right
+    traces = table(grades)
+    settings = candidates(traces)
+    worst = settings[0][0], replay_at(table(1 - grades), np.full(1000, 0))  # none is right
+    found = calibrate(traces, [worst, *settings[1:]], 0.02)
+    assert found.value == 0.0
+    assert calibrate(traces, [worst], 0.02).value is None
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_both_sequences_together_keep_their_word(at: int) -> None:
+    """One setting of many loses exactly the limit, those before it nothing, the rest far more."""
+    nothing, much = pairs(0.01, 300, loss=0.0, seed=1), np.ones((CALIBRATIONS, 300))
+    lost = [nothing] * at + [pairs(0.01, 300)] + [much] * 11
+    kept = boldest_kept(lost, MARGIN, LEVEL)
+    assert (kept >= at).mean() <= BOUND
+    assert (kept == at - 1).mean() > 0.5
+
+
+def test_the_order_of_bets_follows_from_policy_and_data_alone() -> None:
+    """Rows in another order are the same data; 20 tries at the null find one answer."""
+    grades = np.random.default_rng(0).choice([0.0, 0.5, 1.0], (300, 4))
+    traces, turned = table(grades), table(grades[::-1].copy())
+    turned.problem_ids.reverse()
+    one, other = (calibrate(each, candidates(each), 0.1, salt="p") for each in (traces, turned))
+    assert one == other
+    assert one.test == "betting"
+    near = np.where(np.random.default_rng(1).random((300, 2)) < [0.45, 0.5], 1.0, 0.5)
+    found = {
+        calibrate(table(near), candidates(table(near)), 0.05, 0.5, salt=str(salt)).value
+        for salt in range(20)
+    }
+    assert len(found) > 1, "another policy or other data may come to another answer"
+
+
+def test_looks_at_growing_labels_share_the_chance_of_a_broken_word() -> None:
+    """Four looks that each spend 5 % break their word more often; those that share it do not."""
+    sizes = (150, 300, 600, 1200)
+    lost = pairs(0.01, sizes[-1])
+
+    def broken(looks: int) -> float:
+        found = [exact_rejects(lost[:, :n], MARGIN, LEVEL / looks) for n in sizes]
+        return float(np.logical_or.reduce(found).mean())
+
+    assert broken(len(sizes)) <= BOUND < broken(1)
+    small = drawn(300, seed=12)
+    one, four = (calibrate(small, candidates(small), 0.02, looks=looks) for looks in (1, 4))
+    assert one.value is not None
+    assert four.value is None or four.value >= one.value
+
+
+def test_a_forecast_is_what_larger_calibrations_save() -> None:
+    small = drawn(400, seed=4)
+    settings, full = candidates(small), replay_full(small).mean_tokens
+    lost = [losses(small, one) for _, one in settings]
+    saved = np.array([1 - one.mean_tokens / full for _, one in settings])
+    expected = forecast(lost, saved, 800, 0.02, LEVEL)
+    found = []
+    for seed in range(200):
+        large = drawn(800, seed)
+        value = calibrate(large, candidates(large), 0.02).value
+        found.append(0.0 if value is None else saved[3 - int(value)])
+    assert expected == pytest.approx(np.mean(found), abs=0.1)
+    assert forecast(lost, saved, 100, 0.02, LEVEL) < expected
 
 
 @pytest.mark.parametrize(

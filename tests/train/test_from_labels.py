@@ -154,7 +154,7 @@ def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path:
     other = told_otherwise(shutil.copytree(folders[1], tmp_path / "other"), task={"name": "choice"})
     with pytest.raises(ValueError, match="on the task math and exact, here it is choice: use"):
         compare(other, [policy])
-    with pytest.raises(ValueError, match="are the labels that .* was trained on"):
+    with pytest.raises(ValueError, match="48 problems .* are among those that .* trained on"):
         calibrate(policy, folders[1], 0.1)
     # A policy is no base.
     said = r"run', which is no base but a stopping policy.*reasoner"

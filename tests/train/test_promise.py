@@ -164,7 +164,8 @@ def test_the_promise_is_stored_told_and_kept(
     found = json.loads(numbers.read_text())
     assert (found["problems"], found["test"]) == (60, "exact")
     (stored,) = promises_of(policy)
-    assert set(stored) == set(CALIBRATION_FIELDS)
+    assert set(stored) == {*CALIBRATION_FIELDS, "full_accuracy", "natural_accuracy"}
+    assert f"right in {stored['full_accuracy']:.1%}; the natural answer there is right in" in said
     assert (stored["price"], stored["threshold"]) == (
         (None, found["value"]) if kind else (found["value"], 0.5)
     )
@@ -296,7 +297,7 @@ def test_what_is_no_promise_is_refused(
     trained: Path, policies: tuple[Path, Path], labelled: Path, labels: Path
 ) -> None:
     price, fixed = policies
-    with pytest.raises(ValueError, match="are the labels that .* was trained on"):
+    with pytest.raises(ValueError, match="are among those that .* was trained on"):
         calibrate(fixed, labelled / "train", 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
         calibrate(fixed, labels, 0.1, values=[0.5, 0.9])

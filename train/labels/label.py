@@ -223,11 +223,13 @@ def _refuse_settings(settings: Mapping[str, Any], others: set[str]) -> None:
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
 
 
-def run_label(config: LabelConfig, progress: Progress = silent) -> DatasetDict:
-    """What `label` does, with all settings in one object."""
+def run_label(
+    config: LabelConfig, progress: Progress = silent, loaded: Loaded | None = None
+) -> DatasetDict:
+    """What `label` does, with all settings in one object; of these problems where they are read."""
     task = config.open_task()
     task.check()
-    loaded = load_run_problems(config, task)
+    loaded = loaded or load_run_problems(config, task)
     return _run(config, task, loaded.problems, loaded.source, progress)
 
 

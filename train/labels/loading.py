@@ -15,12 +15,13 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
 
+from ospruner.eval.problems.sources import text_key
 from ospruner.eval.schema import LabelSettings, split_of
 from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
 from .folder import data_hash, read_labels, read_manifests, refuse_other_data
 
-__all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits"]
+__all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits", "split_by_text"]
 
 LabelSource: TypeAlias = str | Path | Dataset | DatasetDict
 """A folder of `ospruner label`, a data set's id on the Hub, or what `load_splits` gave of one."""
@@ -54,7 +55,7 @@ def load_splits(source: str | Path) -> DatasetDict:
     Published splits have their names. Labels of problems that belong to a split other than "train"
     are that split; all others are split by problem into train, validation and test (.8, .1, .1) by
     a hash of its id (`schema.split_of`), so that problems stay where they are when others are
-    added. A split without a trace is left out.
+    added, and all copies of a text on one side. A split without a trace is left out.
 
     Raises:
         ValueError, OSError: see `load_labels`.
@@ -67,13 +68,27 @@ def load_splits(source: str | Path) -> DatasetDict:
         if len(manifests) > 1 or of != "train":
             splits[name if len(manifests) > 1 else of] = labels.traces
             continue
-        sides = np.array([split_of(problem) for problem in labels.traces["problem_id"]])
-        for side in ("train", "validation", "test"):
-            if len(rows := np.flatnonzero(sides == side)):
-                hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
-                part = replace(labels, traces=labels.traces.select(rows), data_hash=hashed)
-                splits[side] = _told(part).traces
+        parts = split_by_text(labels)
+        splits |= {side: part.traces for side, part in parts.items()}
     return DatasetDict(splits)
+
+
+def split_by_text(labels: Labels, shares: Mapping[str, float] | None = None) -> dict[str, Labels]:
+    """Labels by problem on sides; a problem that has several ids is where the first of them is.
+
+    Args:
+        labels: of one run.
+        shares: as `schema.split_of` takes them. A side without a trace is left out.
+    """
+    traces, firsts = labels.traces, dict[str, str]()
+    ids = zip(traces["problem"], traces["problem_id"], strict=True)
+    whose = [firsts.setdefault(text_key(text), name) for text, name in ids]
+    sides, found = np.array([split_of(name, fractions=shares) for name in whose]), {}
+    for side in shares or ("train", "validation", "test"):
+        if len(rows := np.flatnonzero(sides == side)):
+            hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
+            found[side] = _told(replace(labels, traces=traces.select(rows), data_hash=hashed))
+    return found
 
 
 def load_labels(source: LabelSource) -> Labels:

@@ -1,0 +1,84 @@
+"""`ospruner.make`: its rule, its rounds, and a run that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner import OSPrunerConfig
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import draw_split
+from ospruner.rounds import Round, looks_of, make, round_sizes, worth_a_round
+from ospruner.train.labels.loading import load_labels
+from ospruner.train.run_folder import record_of
+
+ROUND = Round(400, 200, 200, 2.0, 0.20, 0.3, 0.25, 4.0, "")
+
+
+def test_labels_grow_as_long_as_they_are_worth_their_hours() -> None:
+    """An hour is worth a point of the thinking tokens, a round at least half a point."""
+    assert worth_a_round(ROUND), "5 points more in 4 hours"
+    assert not worth_a_round(replace(ROUND, cost=6.0)), "5 points more in 6 hours"
+    assert worth_a_round(replace(ROUND, expected=0.206, cost=0.01))
+    assert not worth_a_round(replace(ROUND, expected=0.204, cost=0.01))
+    assert worth_a_round(replace(ROUND, saved=0.0, expected=0.0, cost=90.0)), "no promise yet"
+    assert round_sizes(500) == [50, 100, 200, 400, 500]
+    assert round_sizes(30) == [30]
+    # Of 50, ... 3200 problems half are for the promise; 100 of them cannot promise 2 points.
+    assert looks_of(round_sizes(3200), 0.02) == 3
+    assert looks_of(round_sizes(3200), 0.1) == 6
+    assert looks_of([50], 0.02) == 1
+
+
+def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path) -> None:
+    problems, out = tmp_path / "toys.jsonl", tmp_path / "made"
+    rows = [vars(one) for one in draw_split("train", 70, 2)]
+    rows.append(rows[0] | {"id": "again"})
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"engine": "transformers", "device": "cpu", "max_thinking_tokens": "300"}
+    command = [
+        *(sys.executable, "-m", "ospruner.cli", "make", str(REASONER), "--dataset", str(problems)),
+        *("--out", str(out), "--max-loss", "0.3"),
+        *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")),
+    ]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(out.glob("rounds/50/checkpoint-*")) and first.poll() is None:
+        time.sleep(0.05)
+    assert first.poll() is None, "it ended before it could be killed"
+    first.kill()
+    first.wait()
+    shards = {path: path.read_bytes() for path in (out / "labels").glob("data/*.parquet")}
+    assert shards
+    done = subprocess.run(
+        command, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    for words in ("50 problems, ", "71 problems, ", "all 71 problems are labelled", "30 points"):
+        assert words in said
+    assert f"ospruner serve {out / 'policy'} --max-loss 0.3" in said
+    assert f"ospruner publish {out / 'policy'} ORG/NAME --dry-run" in said
+    for path, content in shards.items():
+        assert not path.exists() or path.read_bytes() == content, "labels were made again"
+    (promise,) = OSPrunerConfig.from_pretrained(out / "policy").calibrations or []
+    rounds = record_of(out)["rounds"]
+    assert [one["problems"] for one in rounds] == [50, 71]
+    assert promise["tokens_saved"] == max(one["saved"] for one in rounds)
+    assert all(one["trained_on"] + one["tested_on"] <= one["problems"] for one in rounds)
+    assert "30.0 points" in (out / "policy" / "README.md").read_text("utf-8")
+    assert (out / "report" / "report.html").is_file()
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    # All problems are drawn in an order of its own, so that a sorted file is no other promise.
+    assert load_labels(out / "labels").traces["problem_id"] != [row["id"] for row in rows]
+
+    with pytest.raises(ValueError, match="max_loss: 0.2 here, 0.3 there"):
+        make(str(REASONER), str(problems), out=out, max_loss=0.2)
+    with pytest.raises(ValueError, match="hours is 0; it must be above 0"):
+        make(str(REASONER), str(problems), out=out, hours=0)
