@@ -190,7 +190,7 @@ def test_a_point_lost_at_the_most_careful_setting_alone_does_not_end_it() -> Non
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_both_sequences_together_keep_their_word(at: int) -> None:
     """One setting of many loses exactly the limit, those before it nothing, the rest far more."""
-    nothing, much = pairs(0.01, 300, loss=0.0, seed=1), np.ones((CALIBRATIONS, 300))
+    nothing, much = pairs(0.001, 300, loss=0.0, seed=1), np.ones((CALIBRATIONS, 300))
     lost = [nothing] * at + [pairs(0.01, 300)] + [much] * 11
     kept = boldest_kept(lost, MARGIN, LEVEL)
     assert (kept >= at).mean() <= BOUND
@@ -198,7 +198,7 @@ def test_both_sequences_together_keep_their_word(at: int) -> None:
 
 
 def test_the_order_of_bets_follows_from_policy_and_data_alone() -> None:
-    """Rows in another order are the same data; 20 tries at the null find one answer."""
+    """Rows in another order are the same data and find the same answer."""
     grades = np.random.default_rng(0).choice([0.0, 0.5, 1.0], (300, 4))
     traces, turned = table(grades), table(grades[::-1].copy())
     turned.problem_ids.reverse()
@@ -207,8 +207,8 @@ def test_the_order_of_bets_follows_from_policy_and_data_alone() -> None:
     assert one.test == "betting"
     near = np.where(np.random.default_rng(1).random((300, 2)) < [0.45, 0.5], 1.0, 0.5)
     found = {
-        calibrate(table(near), candidates(table(near)), 0.05, 0.5, salt=str(salt)).value
-        for salt in range(20)
+        calibrate(table(near), candidates(table(near))[1:], 0.04, 0.7, salt=str(salt)).value
+        for salt in range(8)
     }
     assert len(found) > 1, "another policy or other data may come to another answer"
 
@@ -234,14 +234,14 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
     settings, full = candidates(small), replay_full(small).mean_tokens
     lost = [losses(small, one) for _, one in settings]
     saved = np.array([1 - one.mean_tokens / full for _, one in settings])
-    expected = forecast(lost, saved, 800, 0.02, LEVEL)
+    expected = forecast(lost, saved, 800, 0.05, LEVEL)
     found = []
     for seed in range(200):
         large = drawn(800, seed)
-        value = calibrate(large, candidates(large), 0.02).value
+        value = calibrate(large, candidates(large), 0.05).value
         found.append(0.0 if value is None else saved[3 - int(value)])
     assert expected == pytest.approx(np.mean(found), abs=0.1)
-    assert forecast(lost, saved, 100, 0.02, LEVEL) < expected
+    assert forecast(lost, saved, 100, 0.05, LEVEL) < expected
 
 
 @pytest.mark.parametrize(
