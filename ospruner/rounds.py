@@ -22,6 +22,7 @@ import numpy as np
 
 from ospruner.calibrating import calibrate, tried
 from ospruner.comparing import Judged, compare
+from ospruner.demo.jobs import Job, Workers
 from ospruner.doctor.examination import examine
 from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
@@ -135,7 +136,8 @@ def looks_of(sizes: Sequence[int], max_loss: float) -> int:
     """
     for first, size in enumerate(sizes):
         looks = len(sizes) - first
-        if exact_rejects(np.zeros((1, size // 2)), max_loss, (1 - CONFIDENCE) / looks)[0]:
+        level = (1 - CONFIDENCE) / looks / 2  # half of it goes to the second sequence
+        if exact_rejects(np.zeros((1, size // 2)), max_loss, level)[0]:
             return looks
     return 1
 
@@ -231,9 +233,13 @@ class _Run:
 
     def round(self, size: int) -> Round:
         """Labels up to so many problems, trains, calibrates, and looks ahead."""
-        begun = self._hours()
         chosen = dataclasses.replace(self.loaded, problems=self.loaded.problems[:size])
-        run_label(self.config, self._progress, chosen)
+        job: Job[Any] = partial(run_label, self.config, loaded=chosen)
+        if self.config.engine_name() == "vllm":  # a GPU is free again when its process has ended
+            with Workers(1) as workers:
+                workers.run({"label": job}, self._progress)
+        else:
+            job(progress=self._progress)
         training, validation = self._sides()
         policy = self._policy(size)
         config = StopConfig(
@@ -251,9 +257,9 @@ class _Run:
         lost, shares = _frontier(ours, policy)
         n, level = len(lost[0]), (1 - CONFIDENCE) / self.looks
         ahead = partial(forecast, max_loss=self.max_loss, level=level)
-        expected, done = ahead(lost, shares, 2 * n), 0
+        expected, done, before = ahead(lost, shares, 2 * n), 0, 0.0
         if self.rounds:
-            done = self.rounds[-1].problems
+            done, before = self.rounds[-1].problems, self.rounds[-1].hours
             gained = ahead(lost, shares, n) - ahead(*_frontier(ours, self._policy(done)), n)
             expected += max(0.0, gained) / 2
         fits = [
@@ -269,7 +275,7 @@ class _Run:
                 saved=saved,
                 frontier=float(max(fits, default=0.0)),
                 expected=float(expected),
-                cost=(hours - begun) * size / (size - done),
+                cost=(hours - before) * size / (size - done),
                 promise=promise,
             )
         )

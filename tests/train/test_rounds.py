@@ -33,7 +33,7 @@ def test_labels_grow_as_long_as_they_are_worth_their_hours() -> None:
     assert round_sizes(30) == [30]
     # Of 50, ... 3200 problems half are for the promise; 100 of them cannot promise 2 points.
     assert looks_of(round_sizes(3200), 0.02) == 3
-    assert looks_of(round_sizes(3200), 0.1) == 6
+    assert looks_of(round_sizes(3200), 0.1) == 5
     assert looks_of([50], 0.02) == 1
 
 
