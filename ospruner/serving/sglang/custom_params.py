@@ -60,13 +60,17 @@ def excluded(params: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value and (name, value) != _ONE_BEAM}
 
 
-def check_body(body: bytes) -> None:
+def check_body(request: Any) -> None:
     """Refuses a body over HTTP in which our keys, or budgets, stand where nobody reads.
 
     All else that is wrong in it is SGLang's to refuse.
+
+    Args:
+        request: FastAPI's, which keeps the body once it has been read; None for none.
     """
+    body = None if request is None else vars(request).get("_body")
     try:
-        sent = json.loads(body)
+        sent = json.loads(body or "null")
     except (ValueError, RecursionError):
         return
     if isinstance(sent, dict) and (beside := misplaced(sent, (OWNER, f"sampling_params.{OWNER}"))):

@@ -82,10 +82,9 @@ def _check(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _look(manager: Any, obj: Any, request: Any = None) -> None:
-    """Each request over HTTP, whose body FastAPI keeps once it has read it."""
-    body = None if request is None else vars(request).get("_body")
-    if body and _is_policy(manager.model_config):
-        check_body(body)
+    """Each request, over HTTP with FastAPI's own."""
+    if _is_policy(manager.model_config):
+        check_body(request)
 
 
 def _check_chat(error: str | None, serving: Any, request: Any) -> str | None:

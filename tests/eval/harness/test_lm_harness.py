@@ -190,7 +190,12 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     reasoner: Reasoner, tasks: Path, tmp_path: Path
 ) -> None:
     """With words for the final answer, which end the thinking that is counted."""
-    words = {"name": "reply", "think_end": "", "think_start": "", "closing": "\n\nThat fits "}
+    words: dict[str, Any] = {
+        "name": "reply",
+        "think_end": "",
+        "think_start": "",
+        "closing": "\n\nThat fits ",
+    }
     form = replace(reasoner.token_format.format, **words, answer_phrase="That fits")
     pinned: Any = {"base_model_name_or_path": str(reasoner.folder), "reasoning_format": form}
     untrained(reasoner.model, reasoner.tokenizer, **pinned).save_pretrained(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ SETTINGS = LabelSettings(
 )
 
 
-WORDS = {
+WORDS: dict[str, dict[str, Any]] = {
     "marker": {"think_end": "That gives", "closing": "That gives "},
     "phrase": {
         **{"think_end": "", "think_start": "", "answer_phrase": "That gives"},
