@@ -216,6 +216,37 @@ def test_vllms_own_budget_and_a_grammar_beside_the_policy(client: OpenAI) -> Non
 
 @needs_vllm
 @pytest.mark.slow
+@pytest.mark.parametrize("route", ["chat", "messages"])
+def test_stop_strings_end_the_answer_alone(client: OpenAI, route: str) -> None:
+    root = str(client.base_url).removesuffix("/v1/")
+    said = [{"role": "user", "content": "Solve 3x+54=102 for x."}]
+    body: dict[str, Any] = {"model": "toy", "messages": said, "max_tokens": 400, "temperature": 0}
+    path = "/v1/messages" if route == "messages" else "/v1/chat/completions"
+    body |= {"stop_sequences" if route == "messages" else "stop": ["\n\n"]}
+    found: dict[bool, list[str]] = {}
+    for on in (True, False):
+        extra: dict[str, Any] = {"stop_policy": on}
+        if on:
+            extra |= {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 30}
+        reply = httpx.post(f"{root}{path}", json=body | {"vllm_xargs": extra}, timeout=300)
+        assert reply.status_code == 200, reply.text
+        told = reply.json()
+        if route == "chat":
+            message = told["choices"][0]["message"]
+            found[on] = [message["reasoning"] or "", message["content"] or ""]
+        else:
+            parts = {part["type"]: part for part in told["content"]}
+            thought, answer = parts.get("thinking", {}), parts.get("text", {})
+            found[on] = [thought.get("thinking", ""), answer.get("text", "")]
+    assert "\n\n" in found[True][0]
+    assert "\\boxed{" in found[True][1]
+    assert found[False][0]
+    assert "\n\n" not in found[False][0]  # which vLLM has cut
+    assert found[False][1] == ""
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_every_route_checks(client: OpenAI) -> None:
     root = str(client.base_url).removesuffix("/v1/")
     said = [{"role": "user", "content": "Solve 3x+54=102 for x."}]
