@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
@@ -235,6 +235,14 @@ class SmallApp:
         async def complete(body: Body) -> dict[str, str]:
             return {"settings": repr(StopRequest(body.vllm_xargs).settings(StopRequest(None)))}
 
+        @app.post("/v1/chat/completions")
+        async def stream() -> StreamingResponse:
+            choice = (
+                '{"index":0,"delta":{"reasoning":"I add.","content":"5"},"finish_reason":"stop"}'
+            )
+            parts = [f'data: {{"id":"a","choices":[{choice}]}}\n\n', "data: [DONE]\n\n"]
+            return StreamingResponse(iter(parts), media_type="text/event-stream")
+
         routes = monitoring.StopRoutes()
         routes.attach_router(app)
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
@@ -282,6 +290,15 @@ def test_each_route_is_checked(small_app: SmallApp) -> None:
         assert "['extra_body.max_thinking_tokens'] would do" in reply.json()["error"]["message"]
         assert small_app.client.post(path, json={}).status_code == 404
         assert small_app.client.post(path, data={"max_thinking_tokens": 3}).status_code == 404
+
+
+def test_no_delta_of_a_stream_holds_reasoning_and_content(small_app: SmallApp) -> None:
+    reply = small_app.client.post("/v1/chat/completions", json={})
+    *told, done, end = reply.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
+    assert [one["delta"] for one in choices] == [{"reasoning": "I add."}, {"content": "5"}]
+    assert [one["finish_reason"] for one in choices] == [None, "stop"]
 
 
 def test_the_reply_says_that_the_policy_was_off_and_why() -> None:
