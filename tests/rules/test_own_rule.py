@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import torch
 from typer.testing import CliRunner
 
 import ospruner
 from ospruner.cli import app
 from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.problems import Split
+from ospruner.demo.shipped import Reasoner, write_split
 from ospruner.rules.live import generate_with_rule
 
 EXAMPLE = "docs/examples/own_rule.py"
@@ -29,14 +29,13 @@ def test_it_stops_where_two_equal_answers_are_sure(
     reasoner: Reasoner, load_script: Callable[[str], ModuleType]
 ) -> None:
     rule = load_script(EXAMPLE).SURE_TWICE(0.9)
+    tokenizer: Any = reasoner.tokenizer
     text = "Solve 3x+54=102 for x.\n\n" + reasoner.token_format.format.user_instruction
-    ids = reasoner.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt"
-    )["input_ids"]
-    _, (record,) = generate_with_rule(
-        reasoner.model, reasoner.tokenizer, rule, input_ids=ids,
-        attention_mask=torch.ones_like(ids), max_new_tokens=300,
-    )  # fmt: skip
+    said = [{"role": "user", "content": text}]
+    inputs = tokenizer.apply_chat_template(
+        said, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    _, (record,) = generate_with_rule(reasoner.model, tokenizer, rule, **inputs, max_new_tokens=300)
     *before, last = record.signals
     assert record.reason == "policy"
     assert last is not None
@@ -47,20 +46,20 @@ def test_it_stops_where_two_equal_answers_are_sure(
 def test_compare_takes_it_with_a_threshold_and_as_a_whole_method(
     repo_dir: Path, tmp_path: Path
 ) -> None:
-    own, labels = f"{repo_dir / EXAMPLE}:SURE_TWICE", {}
-    for split in ("test", "validation"):
-        rows = [json.dumps(vars(one)) for one in draw_split(split, 16, 5)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
-        labels[split] = str(tmp_path / split)
+    own = f"{repo_dir / EXAMPLE}:SURE_TWICE"
+    splits: tuple[Split, ...] = ("test", "validation")
+    for split in splits:
+        write_split(tmp_path, split, 16, 5)
         ospruner.label(
-            str(REASONER), str(tmp_path / f"{split}.jsonl"), out=labels[split],
-            max_thinking_tokens=200,
-        )  # fmt: skip
-    report = ospruner.compare(labels["test"], [f"{own}:0.9", "agreement:2"])
+            REASONER, tmp_path / f"{split}.jsonl", out=tmp_path / split, max_thinking_tokens=200
+        )
+    report = ospruner.compare(tmp_path / "test", [f"{own}:0.9", "agreement:2"])
     tokens = report.frame.set_index("method")["tokens"]
     # It asks for more than agreement does.
     assert tokens["answer agreement"] <= tokens["sure twice"] < tokens["full trace"]
-    report = ospruner.compare(labels["test"], [own, "entropy"], choose_on=labels["validation"])
+    report = ospruner.compare(
+        tmp_path / "test", [own, "entropy"], choose_on=tmp_path / "validation"
+    )
     assert set(report.frontiers["method"]) >= {"sure twice", "answer entropy"}
     report.save(tmp_path / "out")
     result = CliRunner().invoke(app, ["compare", str(tmp_path / "out")], catch_exceptions=False)
