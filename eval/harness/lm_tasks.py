@@ -23,7 +23,7 @@ from ..problems.sources import load_source
 
 __all__ = ["ProblemsTask"]
 
-TAKEN = ("split", "files", "task", "prompt", "allow_code")
+TAKEN = ("split", "files", "task", "prompt")
 
 
 class ProblemsTask(ConfigurableTask):
@@ -35,7 +35,7 @@ class ProblemsTask(ConfigurableTask):
     Args:
         config: lm_eval's settings of a task. `task` names it; `dataset_kwargs` holds `dataset`,
             `split` and `files` as `load_source` takes them, `task` ("math", "choice:force=answer",
-            "FILE.py"; default "math"), `prompt` (one of PROMPT_PRESETS), and `allow_code`.
+            "FILE.py"; default "math"), and `prompt` (one of PROMPT_PRESETS).
 
     Raises:
         FileNotFoundError: a file that does not exist.
@@ -51,8 +51,7 @@ class ProblemsTask(ConfigurableTask):
                 f"dataset_kwargs is {given}; it needs `dataset`, and may hold {', '.join(TAKEN)}, "
                 f"not {unknown}"
             )
-        asked = given.get("task", "math"), given.get("prompt", "default")
-        self.domain = parse_task(*asked, given.get("allow_code", False))
+        self.domain = parse_task(given.get("task", "math"), given.get("prompt", "default"))
         self.domain.check()
         source = {"files": given.get("files", ()), "split": given.get("split")}
         problems = load_source(given["dataset"], **source, read=self.domain.read_row).problems

@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from .domains import Choice, Exact
-from .generated import Generated
-from .programs import Code
 from .task import Math, Task
 
 __all__ = ["TASKS", "load_task_class", "open_task", "parse_task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Math, Choice, Exact, Code, Generated)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Math, Choice, Exact)}
 """The built-in tasks by name."""
 
 
-def parse_task(text: str, prompt: str = "default", allow_code: bool = False) -> Task:
+def parse_task(text: str, prompt: str = "default") -> Task:
     """The task that a user named.
 
     Args:
         text: a name of `TASKS`, a .py file with a subclass of `Task`, either with settings behind
             it: "choice:force=answer".
         prompt: one of `task.PROMPT_PRESETS`.
-        allow_code: whether programs that the model wrote may be run.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -42,15 +39,14 @@ def parse_task(text: str, prompt: str = "default", allow_code: bool = False) -> 
         settings["file"] = name
     if prompt != "default":
         settings["prompt"] = prompt
-    return open_task(settings, allow_code)
+    return open_task(settings)
 
 
-def open_task(settings: Mapping[str, Any], allow_code: bool = False) -> Task:
+def open_task(settings: Mapping[str, Any]) -> Task:
     """The task of settings (`Task.settings`).
 
     Args:
         settings: its name, and what was chosen.
-        allow_code: whether programs that the model wrote may be run.
 
     Raises:
         FileNotFoundError: its file is missing.
@@ -64,12 +60,9 @@ def open_task(settings: Mapping[str, Any], allow_code: bool = False) -> Task:
             "subclass of Task"
         )
     kind = TASKS[name] if file is None else load_task_class(file)
-    taken = set(inspect.signature(kind).parameters)
-    allowed = taken - {"allow_code"}
+    allowed = set(inspect.signature(kind).parameters)
     if unknown := sorted(set(chosen) - allowed):
         raise ValueError(f"the task {name} takes the settings {sorted(allowed)}, not {unknown}")
-    if "allow_code" in taken:
-        chosen["allow_code"] = allow_code
     task = kind(**chosen)
     if hashed not in (None, kind.sha256):
         raise ValueError(

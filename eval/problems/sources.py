@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .generated import GYM, gym_rows
 from .problem import COLUMNS, Columns, Problem, first_of, problems_from_rows, read_rows
 
 __all__ = [
@@ -203,19 +202,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         {"family": ("family", "subject")},
         task="choice",
     ),
-    "humaneval": Benchmark(
-        (("openai/openai_humaneval", None, "humaneval/"),),
-        _same("test"),
-        {"id": ("id", "task_id")},
-        task="code",
-    ),
 }
 
 
 def task_of(dataset: str) -> str:
     """The name of the task that a data set is of, where none is given."""
-    if dataset.startswith(GYM):
-        return "generated"
     return BENCHMARKS[dataset].task if dataset in BENCHMARKS else "math"
 
 
@@ -231,9 +222,8 @@ def load_source(
     """Loads problems by a benchmark's name, from a file, or from a dataset of the Hub.
 
     Args:
-        dataset: a name of `BENCHMARKS`, "reasoning-gym:..." (`generated.gym_rows`), a path to a
-            `.jsonl`, `.jsonl.gz` or `.parquet` file, or the id of a dataset on the Hub (or a
-            folder that `datasets` reads).
+        dataset: a name of `BENCHMARKS`, a path to a `.jsonl`, `.jsonl.gz` or `.parquet` file, or
+            the id of a dataset on the Hub (or a folder that `datasets` reads).
         files: for a benchmark's name: its rows from these files instead of the Hub, in our
             columns or in its dataset's.
         split: of the benchmark or dataset; the benchmark's first, or "train", where None. Of a
@@ -258,13 +248,10 @@ def load_source(
         )
     source: dict[str, Any] = {"dataset": dataset}
     is_file = dataset.endswith((".jsonl", ".jsonl.gz", ".parquet")) or Path(dataset).is_file()
-    if split is not None and (is_file or dataset.startswith(GYM)):
-        what = "is a file, which has no splits" if is_file else "has none: give another seed"
-        raise ValueError(f"split is {split!r}, but {dataset} {what}")
+    if is_file and split is not None:
+        raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
     rows: Iterable[Mapping[str, Any]]
-    if dataset.startswith(GYM):
-        rows = gym_rows(dataset)
-    elif is_file:
+    if is_file:
         rows = read_rows(dataset)
     else:
         source["split"] = split or "train"

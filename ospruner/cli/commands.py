@@ -51,14 +51,14 @@ LABEL = Fields(
     "ospruner.train.labels.label:LabelConfig",
     shown=(
         *("engine", "limit", "split", "task", "samples", "max_thinking_tokens", "answer"),
-        *("format", "template_arg", "seed", "revision", "urls", "allow_code"),
+        *("format", "template_arg", "seed", "revision", "urls"),
     ),
     hidden=("base", "dataset", "out"),
 )
 MAKING = Fields(LABEL.where, hidden=(*LABEL.hidden, "limit"))
 IMPORT = Fields(
     LABEL.where,
-    shown=("engine", "limit", "task", "max_thinking_tokens", "revision", "urls", "allow_code"),
+    shown=("engine", "limit", "task", "max_thinking_tokens", "revision", "urls"),
     hidden=LABEL.hidden,
 )
 TRAIN = Fields(
@@ -175,9 +175,6 @@ def labels_import(
 @labels_app.command("regrade")
 def labels_regrade(
     folder: Annotated[Path, arg("Folder of labels.")],
-    allow_code: Annotated[
-        bool, opt("Run programs that the model wrote, in a sandbox.", "--allow-code")
-    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
@@ -185,7 +182,7 @@ def labels_regrade(
     from ospruner.train.labels.statistics import told_regraded
 
     with _bars() as bars:
-        said, numbers = told_regraded(regrade(folder, bars, allow_code))
+        said, numbers = told_regraded(regrade(folder, bars))
     console.print(said, highlight=False)
     _write(numbers, json_file)
 

@@ -65,8 +65,8 @@ class LabelConfig:
 
     base: str = _help("The reasoning model: a folder or a Hub id.", "")
     dataset: str = _help(
-        "gsm8k, math500, aime, deepscaler, arc-easy, arc-challenge, mmlu, humaneval, "
-        "reasoning-gym:FAMILY, a .jsonl[.gz] or .parquet file, or a Hub id.",
+        "gsm8k, math500, aime, deepscaler, arc-easy, arc-challenge, mmlu, a .jsonl[.gz] "
+        "or .parquet file, or a Hub id.",
         "",
     )
     out: str = _help("Folder of the labels; a stopped run continues.", "")
@@ -74,7 +74,7 @@ class LabelConfig:
     limit: int | None = _help("Only the first N problems (or traces).")
     split: str | None = _help("Split of the data set; deepscaler has train and holdout.")
     task: str | None = _help(
-        "math, choice, exact, code, generated, or a .py file with a Task; default: the data set's."
+        "math, choice, exact, or a .py file with a Task; default: the data set's."
     )
     samples: int = _help("Traces sampled for each problem.", 1)
     max_thinking_tokens: int = _help("Cap on a trace.", 15_000)
@@ -106,7 +106,6 @@ class LabelConfig:
     engine_args: tuple[str, ...] = _help("Such as tensor_parallel_size=2.", ())
     chunk: int = _help("Traces begun and not saved, at most: what a kill may lose.", 128)
     retry_failed: bool = _help("Try traces again that failed in an earlier run.", False)
-    allow_code: bool = _help("Run programs that the model wrote, in a sandbox.", False)
     actors: int = _help("Spread over so many engines on a Ray cluster.", 0)
     gpus_per_actor: float = _help("GPUs of each of these engines.", 1.0)
 
@@ -114,17 +113,11 @@ class LabelConfig:
         """The task by name.
 
         Raises:
-            ValueError: no such task; or programs would run on every node of a cluster.
+            ValueError: no such task.
         """
         self.engine_name()  # an engine that is none is refused before anything is read
         name = self.task or task_of(self.dataset)
-        task = parse_task(name, self.prompt, self.allow_code)
-        if self.actors and "allow_code" in vars(task):
-            raise ValueError(
-                f"actors is {self.actors}, but the task {task.name} would run the model's programs "
-                "on every node: label on one machine"
-            )
-        return task
+        return parse_task(name, self.prompt)
 
     def engine_name(self) -> str:
         """The engine's name.
@@ -464,7 +457,7 @@ class Regraded:
     ungraded: Counter[str] = field(default_factory=Counter)
 
 
-def regrade(path: str | Path, progress: Progress = silent, allow_code: bool = False) -> Regraded:
+def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     """Grades every stored answer of a label folder again, without generating anything.
 
     The new grades take the old ones' places at once: a run that was killed before has changed
@@ -473,7 +466,7 @@ def regrade(path: str | Path, progress: Progress = silent, allow_code: bool = Fa
     Args:
         path: the label folder.
         progress: called with phase "grade", in traces.
-        allow_code: whether programs that the model wrote may be run, as the task `code` does.
+
 
     Raises:
         ValueError: it is no label folder, holds no traces, or is being written; or the grader
@@ -481,7 +474,7 @@ def regrade(path: str | Path, progress: Progress = silent, allow_code: bool = Fa
     """
     path = Path(path)
     settings = LabelSettings.from_dict(read_manifest(path)["settings"])
-    task = open_task(settings.task, allow_code)
+    task = open_task(settings.task)
     task.check()
     total = len(read_labels(path))  # refuses a damaged shard: opening to write would set it aside
     result, done = Regraded(), 0

@@ -287,7 +287,6 @@ def test_replies_are_read_as_the_task_reads_them(choices: Path) -> None:
     [
         ({}, "it needs `dataset`"),
         ({"dataset": "gsm8k", "tasks": "choice"}, r"not \['tasks'\]"),
-        ({"dataset": "gsm8k", "task": "code"}, "allow"),
         ({"dataset": "gsm8k", "task": "letters"}, "must be one of"),
     ],
 )

@@ -7,24 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.eval.grading.sandbox import check_sandbox
 from ospruner.eval.problems.domains import Choice, Exact
-from ospruner.eval.problems.generated import Generated
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.programs import ANSWER_LINE, Code
 from ospruner.eval.problems.registry import TASKS, open_task, parse_task
 from ospruner.eval.problems.sources import load_source
 from ospruner.eval.problems.task import Grade, Math, Task
 from ospruner.formats import DEEPSEEK_R1
 
 B = Problem("q", "Which?", "B")
-
-
-def sandboxed() -> None:
-    try:
-        check_sandbox()
-    except ValueError as why:
-        pytest.skip(str(why))
 
 
 def test_mathematics_is_as_it_was() -> None:
@@ -138,89 +128,6 @@ def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
 )
 def test_short_answers_are_normalised(said: str, wanted: str, right: bool) -> None:
     assert Exact().grade(said, Problem("x", "?", wanted)) is right
-
-
-CODE = Problem("f", "Write add.", f"import math\n{ANSWER_LINE}\nassert add(1, 2) == 3\n")
-
-
-def test_a_program_is_graded_by_its_tests() -> None:
-    sandboxed()
-    task = Code(allow_code=True)
-    assert task.read_forced("def add(a, b):\n    return a + b\n```\n") is not None
-    assert task.read_forced("def add(a, b):") is None
-    assert task.read_free("```python\nx = 1\n```\nand\n```\ny = 2\n```\n") == "y = 2"
-    right = "from __future__ import annotations\ndef add(a, b):\n    return a + b"
-    wrong, broken = "def add(a, b): return a - b", "def add(a, b:"
-    loops = "while True: pass"
-    quick = Code(seconds=2, allow_code=True)
-    asked = [(right, CODE), (wrong, CODE), (broken, CODE), ("", CODE), (loops, CODE)]
-    grades = quick.grade_many(asked)
-    assert grades == [Grade(1.0), Grade(0.0), Grade(0.0), Grade(None, "no answer"), Grade(0.0)]
-    leaves = "import sys\ndef add(a, b): sys.exit(0)"
-    assert task.grade(leaves, CODE) == 0.0
-    assert task.grade("def add(a, b): return a + b\nresult = object()", CODE) == 1.0
-    assert task.equal("x = 1 # one", "x=1") is True
-    assert task.equal("x = 1", "x = 2") is False
-
-
-def test_programs_do_not_run_without_leave() -> None:
-    for task in (Code(), parse_task("code"), open_task({"name": "code"})):
-        with pytest.raises(ValueError, match="off by default: say --allow-code"):
-            task.check()
-        with pytest.raises(ValueError, match="off by default"):
-            task.grade_many([("x = 1", CODE)])
-        with pytest.raises(ValueError, match="off by default"):
-            task.grade("x = 1", CODE)
-    with pytest.raises(ValueError, match="takes the settings .*, not .'allow_code'."):
-        parse_task("code:allow_code=1")
-
-
-def test_rows_of_humaneval_become_programs(tmp_path: Path) -> None:
-    sandboxed()
-    row = {
-        "task_id": "HumanEval/0",
-        "prompt": "import math\n\ndef half(x):\n    return x / 2\n\ndef twice(x):\n    'Two x.'\n",
-        "entry_point": "twice",
-        "test": "def check(candidate):\n    assert candidate(half(4)) == 4\n",
-    }
-    path = tmp_path / "he.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    task = Code(allow_code=True)
-    problem = load_source("humaneval", files=[path], read=task.read_row).problems[0]
-    assert problem.id == "he/HumanEval/0"
-    assert "def twice(x)" in problem.problem
-    assert task.grade("def twice(x): return 2 * x", problem) == 1.0  # half is there, too
-    assert task.grade("def twice(x): return x", problem) == 0.0
-
-
-def test_problems_that_reasoning_gym_makes() -> None:
-    sandboxed()
-    pytest.importorskip("reasoning_gym")
-    task = Generated()
-    problems = load_source("reasoning-gym:leg_counting+chain_sum:2:1", read=task.read_row).problems
-    families = ["leg_counting", "chain_sum", "leg_counting", "chain_sum"]
-    assert [problem.family for problem in problems] == families
-    right = [json.loads(problem.answer)["answer"] for problem in problems]
-    asked = list(zip(right, problems, strict=True))
-    grades = task.grade_many([*asked, ("no number", problems[1]), ("", problems[0])])
-    assert [grade.value for grade in grades[:4]] == [1.0] * 4
-    assert grades[4].value is not None
-    assert grades[4].value < 0.5
-    assert grades[5] == Grade(None, "no answer")
-    other = Problem("o", "?", problems[0].answer.replace(f'"{right[0]}"', '"other"'))
-    assert task.grade_many([("1", other)])[0].reason == "another version of reasoning-gym"
-    gone = Problem("g", "?", problems[0].answer.replace('"leg_counting"', '"no_such_family"'))
-    grade = task.grade_many([("1", gone)])[0]
-    assert grade.value is None
-    assert (grade.reason or "").startswith("the problem cannot be made again: ")
-    assert "no_such_family" in (grade.reason or "")
-
-
-def test_what_reasoning_gym_did_not_make_is_refused() -> None:
-    with pytest.raises(ValueError, match="grades problems that reasoning-gym made here"):
-        Generated().read_row({"problem": "?", "answer": "4"})
-    with pytest.raises(ValueError, match="write reasoning-gym:FAMILY"):
-        load_source("reasoning-gym:")
 
 
 def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:

@@ -124,8 +124,6 @@ def test_nothing_left_to_do_opens_no_engine(
         ({"engine": "tgi"}, "engine is 'tgi'; it must be auto or one of transformers, vllm, sgl"),
         ({"dataset": "absent.jsonl"}, "no rows at absent.jsonl"),
         ({"temprature": 1}, "settings are .'temprature'.; they must be among .* temperature"),
-        ({"task": "code"}, "off by default: say --allow-code"),
-        ({"task": "code", "allow_code": True, "actors": 2}, "programs on every node"),
         ({"out": "a-file"}, "is a file; labels go into a folder"),
     ],
 )
@@ -149,7 +147,7 @@ def test_bad_input_is_refused_before_the_engine_starts(
 
 
 def test_a_data_set_has_its_task() -> None:
-    named = {"gsm8k": "math", "mmlu": "choice", "reasoning-gym:leg_counting": "generated"}
+    named = {"gsm8k": "math", "mmlu": "choice"}
     for dataset, task in named.items():
         assert LabelConfig(dataset=dataset).open_task().name == task
     assert LabelConfig(dataset="mmlu", task="exact").open_task().name == "exact"
