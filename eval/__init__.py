@@ -2,7 +2,6 @@
 
 schema      one labelled trace a row, and the settings of a label run
 table       the same traces as padded arrays
-stopping    survival, stopping distribution, expected reward (torch, differentiable)
 replay      expected accuracy and length of a policy on labelled traces
 measured    rules without training on labelled traces
 learnstop   a classifier of scalars, fitted here
@@ -13,7 +12,7 @@ compute     what models and rules compute, in floating-point operations
 metrics     reduction, AES, choosing an operating point
 intervals   intervals by problem and training seed, which make each choice again
 frontiers   areas under whole methods, and the oracle's gap
-limits      what no rule can beat, and exactly solved stopping problems
+limits      what no rule can beat, and fixed rules
 calibration promises about accuracy
 results     every number with its interval: the frame, and the file
 text        numbers and tables as text

@@ -38,7 +38,6 @@ from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import MAIN, Table
-from .report.viewer import save_views
 from .results import RESULTS_FILE, Results, frame_of, refuse_other_settings
 from .table import FloatArray, TraceTable
 
@@ -54,13 +53,12 @@ class Report:
         evaluation: the outcomes, trace by trace.
         results: every number with its interval, as the file holds it.
         points: (P, 2) mean tokens and accuracy of each method's frontier.
-        traces: some traces step by step, for the page's viewer.
+
     """
 
     evaluation: Evaluation
     results: Results
     points: dict[str, FloatArray] = field(default_factory=dict)
-    traces: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -91,7 +89,7 @@ class Report:
         return Table.of(self.frame, MAIN, corner="method").latex("brackets")
 
     def save(self, folder: str | Path) -> None:
-        """Writes numbers, traces and picture into a folder; those of the same settings go.
+        """Writes numbers and picture into a folder; those of the same settings go.
 
         Raises:
             ValueError: the folder holds a comparison of other settings, or other files.
@@ -99,7 +97,7 @@ class Report:
         folder = Path(folder)
         refuse_other_settings(folder, self.evaluation.settings)
         folder.mkdir(parents=True, exist_ok=True)
-        save_views(self.traces, folder)
+
         self.results.save(folder / RESULTS_FILE)
         self.plot(folder / "pareto.png")
 
@@ -194,8 +192,7 @@ def _rules_of(
     rules = []
     for use in uses if choose_on is None else _with_thresholds(uses, said, choose_on.table):
         found = [replay_use(use, *both) for both in zip(splits, said[use.path], strict=True)]
-        rule = _rule(use.method, use.parameter, use.parameter_name, found)
-        rules.append(dataclasses.replace(rule, went_by=said[use.path][0].at(use.price)))
+        rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
     for method in methods:
         if isinstance(method, PolicyUse):
             continue

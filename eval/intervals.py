@@ -14,10 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
+from .metrics import AES_ABSOLUTE, AesVariant, reduction, reward
 from .replay import Outcome, pool
 from .results import Estimate, frame_of
 from .table import FloatArray, IntArray
@@ -44,7 +43,7 @@ class Rule:
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
         choice: how it was chosen there; its intervals then contain the choice.
-        went_by: (N, T) the stop probabilities that it decided by; None where there are none.
+
     """
 
     method: str
@@ -54,7 +53,6 @@ class Rule:
     seeds: tuple[Outcome, ...] = ()
     validation: tuple[Outcome, ...] = ()
     choice: Chosen | None = None
-    went_by: npt.NDArray[Any] | None = None
 
     @property
     def setting(self) -> str:
@@ -122,11 +120,7 @@ def pool_seeds(rules: Sequence[Rule]) -> list[Rule]:
 def _pooled(rules: Sequence[Rule]) -> Rule:
     seeds = tuple(rule.outcome for rule in rules)
     validation = tuple(one for rule in rules for one in rule.validation)
-    said = [rule.went_by for rule in rules if rule.went_by is not None]
-    went_by = np.mean(said, axis=0) if len(said) == len(rules) else None
-    return dataclasses.replace(
-        rules[0], outcome=pool(seeds), seeds=seeds, validation=validation, went_by=went_by
-    )
+    return dataclasses.replace(rules[0], outcome=pool(seeds), seeds=seeds, validation=validation)
 
 
 def resampled_means(
@@ -305,7 +299,7 @@ class Resampled:
         """A row for each rule and each limit; see `Results`.
 
         Args:
-            variant: which AES, and what it and rewards charge.
+            variant: which AES.
             prices: of a token, at which to give the expected reward.
         """
         full, *means = self._means
@@ -348,14 +342,11 @@ def _numbers(
 ) -> Numbers:
     """The numbers of a frame's row from a rule's means and those of the full traces."""
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    paid = charged_tokens(
-        variant.charge, own["tokens"], own["flops"], full["tokens"], full["flops"]
-    )
     return {
         "accuracy": own["correct"],
         "tokens": own["tokens"],
         "reduction": reduction(own["tokens"], full["tokens"]),
-        "aes": variant(own["correct"], paid, full["correct"], full["tokens"]),
+        "aes": variant(own["correct"], own["tokens"], full["correct"], full["tokens"]),
         **{
             name: own[name]
             for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
@@ -366,5 +357,8 @@ def _numbers(
         "tokens_per_second": generated / own["seconds"],
         "flops": own["flops"],
         "flops_ratio": own["flops"] / full["flops"],
-        **{f"reward@{price_name(price)}": reward(own["correct"], paid, price) for price in prices},
+        **{
+            f"reward@{penalty_name(price)}": reward(own["correct"], own["tokens"], price)
+            for price in prices
+        },
     }

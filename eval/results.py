@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import pandas as pd
 
 from ospruner.durable import replace_file
 
-from .text import number_text, parameter_text, price_name
+from .text import number_text
 
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
@@ -127,7 +127,7 @@ class Results:
         time_ratio, tokens_per_second        wall-clock, the first over that of the full trace
         flops, flops_ratio  mean floating-point operations of all that is computed for a trace
                         (prompt, thinking, answer, tail, verifier, trial answers); over the full's
-        reward@5e-4     accuracy - λ tokens at each price asked for, charged as `aes_label` says
+        reward@5e-4     accuracy - λ tokens at each price asked for
         aes_label, traces, problems
 
     Attributes:
@@ -201,7 +201,7 @@ class Results:
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "this") -> Results:
-        """What `to_dict` gave, or a file of version 1 holds.
+        """What `to_dict` gave.
 
         Args:
             content: the values.
@@ -212,16 +212,16 @@ class Results:
         """
         given = dict(content) if isinstance(content, Mapping) else {}
         found = given.pop("format", None), given.pop("version", None)
-        if found not in ((FORMAT, 1), (FORMAT, VERSION)):
+        if found != (FORMAT, VERSION):
             raise ValueError(
                 f"{where} has format {found[0]!r} and version {found[1]!r}, this version of "
                 f"ospruner reads {FORMAT!r} version {VERSION}: make the results again"
             )
         try:
-            given = _of_version_1(given) if found[1] == 1 else given
             natural = given.pop("natural_accuracy")
             frames = {name: frame_of(given.pop(name), name) for name in FIRST}
-            number = None if natural is None else Estimate.of(_flat({"x": natural}), "x")
+            ends = natural and (math.nan if x is None else x for x in natural.values())
+            number = None if ends is None else Estimate(*ends)
             return cls(**frames, **given, natural_accuracy=number)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -299,35 +299,6 @@ def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         for name in sorted({*there, *wanted})
         if there.get(name) != wanted.get(name)
     )
-
-
-def _of_version_1(given: dict[str, Any]) -> dict[str, Any]:
-    """The values of a file of version 1, in which a number was {value, low, high}."""
-    own = given.pop("chosen")
-    rows = []
-    for kind, of_kind in (("rule", given.pop("results")), ("limit", given.pop("limits"))):
-        for place, one in enumerate(of_kind):
-            chosen = one.get("chosen", False) or (kind == "rule" and place == own)
-            setting = parameter_text(one["parameter"], one["parameter_name"])
-            rows.append({**_flat(one), "kind": kind, "setting": setting, "chosen": chosen})
-    given |= {name: [_flat(one) for one in given[name]] for name in ("differences", "frontiers")}
-    return given | {"frame": rows}
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of version 1 with each number in its three columns."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        numbers: Sequence[Any] = [(name, value)] if isinstance(value, Mapping) else []
-        if name in ("rewards", "gap_closed"):
-            kind = {"rewards": "reward", "gap_closed": "gap"}[name]
-            numbers = [(f"{kind}@{price_name(price)}", number) for price, number in value]
-        elif not numbers and name != "lead":  # the first method's lead was null
-            flat[name] = value
-        for column, number in numbers:
-            ends = (math.nan if x is None else x for x in number.values())
-            flat |= Estimate(*ends).spread(column)
-    return flat
 
 
 def _without_nan(value: Any) -> Any:

@@ -167,29 +167,6 @@ class TraceTable:
         )
 
 
-def classifier_targets(
-    method: str, correct: npt.NDArray[Any], matches_final: npt.NDArray[Any], mask: BoolArray
-) -> npt.NDArray[Any]:
-    """(N, T) what a classifier of `OSPrunerConfig.method` is trained to predict, 0 on padding.
-
-    "convergence": the answer stays the final one from here to the end (Liu and Wang's words).
-    "final-answer": it is the final one here. All others: it is right.
-
-    Args:
-        method: see above.
-        correct: (N, T) A_i.
-        matches_final: (N, T) the forced answer equals the one forced at T.
-        mask: (N, T) true on real steps, which come first.
-    """
-    final = (matches_final > 0) & mask
-    if method == "convergence":
-        # Padding interrupts nothing.
-        final = np.logical_and.accumulate((final | ~mask)[:, ::-1], axis=1)[:, ::-1] & mask
-    elif method != "final-answer":
-        return correct
-    return final.astype(np.float64)
-
-
 def _numpy(column: Any, null: Any) -> npt.NDArray[Any]:
     """An Arrow array as numpy, nulls replaced (filling first keeps integers integers)."""
     filled = column if column.null_count == 0 else column.fill_null(null)

@@ -20,14 +20,13 @@ from ospruner.eval import compare as comparison
 from ospruner.eval.compare import Method, Report
 from ospruner.eval.compute import Compute, ModelWork
 from ospruner.eval.frontiers import worth_asking
-from ospruner.eval.intervals import REPLICATES, Rule
+from ospruner.eval.intervals import REPLICATES
 from ospruner.eval.measured import PolicyOutputs, Split, thinking_entropies
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.report.summary import results_of
-from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
@@ -39,8 +38,6 @@ from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
-
-VIEWED = 40  # traces that a page's viewer shows
 
 
 class Judged:
@@ -151,21 +148,6 @@ class Judged:
         task = open_task(settings.task)
         task.check()
         return Generator(self.model, self.tokenizer, self.token_format, task, settings)
-
-    def views(self, rules: Sequence[Rule], uses: Sequence[PolicyUse]) -> list[dict[str, Any]]:
-        """Some traces for the report's viewer, with prices of indifference where a use has them."""
-        of_uses = {(use.method, use.parameter): use for use in uses}
-        shown = {}
-        for number, rule in enumerate(rules):
-            use = of_uses.get((rule.method, rule.parameter))
-            if use is not None and use.config.prices is not None:
-                found = self.predicted(use.path).indifference
-                assert found is not None  # it is a policy of every price
-                shown[number] = PricesShown(found, use.price, use.config.prices)
-        went_by = {k: rule.went_by for k, rule in enumerate(rules) if rule.went_by is not None}
-        return trace_views(
-            self.traces, self.split.table, rules, went_by, self.tokenizer, VIEWED, shown
-        )
 
     def _verdicts(self, path: str) -> PolicyOutputs:
         """FlashThink's; all that the verifier reads until a stop is charged."""
@@ -279,7 +261,7 @@ def compare(
     if train is not None:
         fitted = Judged(train, base, **more).split
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
-    report = comparison.compare(
+    return comparison.compare(
         ours.split,
         wanted,
         choose_on=None if theirs is None else theirs.split,
@@ -289,10 +271,6 @@ def compare(
         settings=named | answer,
         replicates=replicates,
     )
-    views = ours.views(
-        report.evaluation.rules, [one for one in wanted if isinstance(one, PolicyUse)]
-    )
-    return dataclasses.replace(report, traces=views)
 
 
 def _generated(method: Method) -> PolicyUse | StopRule:

@@ -12,9 +12,10 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 
 from ospruner.eval.schema import LabelSettings
-from ospruner.eval.table import BoolArray, IntArray, TraceTable, classifier_targets
+from ospruner.eval.table import BoolArray, IntArray, TraceTable
 
 from .labels.loading import Labels, load_labels, load_mix
+from .objective import classifier_targets
 
 __all__ = [
     "LabelSource",

@@ -6,7 +6,7 @@ A trace walks through T steps. A state is (step, confidence, kind): the probabil
 given now is right rises with confidence; a "live" trace gains confidence step by step, a "stuck"
 one keeps it. What is worth doing depends on where the trace is going, which correctness alone does
 not say: at the same correctness a live trace should go on, a stuck one stop. The Bellman equation
-gives the optimum exactly (`ospruner.eval.limits.solve`). A policy with a logit for each state is
+gives the optimum exactly (`optimal_stopping.solve`). A policy with a logit for each state is
 trained with the exact objective (Eq. 3) on sampled traces, lambda annealed from high to low as in
 the paper's progressive training, and its value is computed exactly, too.
 """
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from optimal_stopping import StoppingProblem, best_threshold, policy_value, solve
 
-from ospruner.eval.limits import StoppingProblem, best_threshold, policy_value, solve
 from ospruner.eval.report.pictures import FRONTIER_COLOUR, INK, MUTED, STYLES, furnish
-from ospruner.eval.stopping import expected_reward
 from ospruner.eval.table import FloatArray
+from ospruner.train.objective import expected_reward
 
 STEPS, LEVELS, TOKENS = 8, 5, 100  # steps, levels of confidence, tokens a step
 STUCK, LIVE = 0, 1

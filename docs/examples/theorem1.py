@@ -4,7 +4,7 @@
 
 The family of the proof (appendix A): two prefixes look alike (both right with probability epsilon),
 yet one token more makes the first one right, and many tokens leave the second one wrong. Solved
-exactly by `ospruner.eval.limits.solve`; no threshold tells the two apart.
+exactly by `optimal_stopping.solve`; no threshold tells the two apart.
 """
 
 import sys
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from optimal_stopping import best_threshold, solve, theorem1_problem
 
-from ospruner.eval.limits import best_threshold, solve, theorem1_problem
 from ospruner.eval.report.pictures import FAINT, INK, MUTED, STYLES, furnish
 
 GAPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

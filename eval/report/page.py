@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a folder of comparisons: tables, pictures, trace viewer."""
+"""One self-contained HTML page of a folder of comparisons: tables and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .tables import (
     full_table,
     grid_frame,
 )
-from .viewer import read_views
 
 __all__ = ["write_report"]
 
@@ -57,9 +56,7 @@ def write_report(
     Raises:
         ValueError: no comparison there, or one that is shown twice.
     """
-    found = find_results(folder)
-    folders = {one.name: place for place, one in found.items()}
-    comparisons = list(found.values())
+    comparisons = list(find_results(folder).values())
     chosen = None
     if validation is not None:
         chosen = chosen_parameters(grid_frame(list(find_results(validation).values())))
@@ -91,7 +88,7 @@ def write_report(
         data = base64.b64encode(svg.getvalue()).decode()
         summary["figures"].append({"data": data, "alt": f"{name}: {says}", "caption": says})
     sections = [_of_comparison(f"e{number}", one) for number, one in enumerate(comparisons, 1)]
-    viewers = [{"name": one.name, "traces": read_views(folders[one.name])} for one in comparisons]
+
     modes = sorted({one.settings["mode"] for one in comparisons})
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
@@ -101,10 +98,9 @@ def write_report(
         about=(
             f"{len(comparisons)} comparison{'s' * (len(comparisons) > 1)} ({', '.join(modes)}); "
             f"AES {' and '.join(everything['aes_label'].unique())}; brackets are 95 % intervals by "
-            "problem (cluster bootstrap). A click on a heading sorts its table."
+            "problem (cluster bootstrap)."
         ),
         sections=[summary, *sections],
-        viewers=[one for one in viewers if one["traces"]],
     )
     written[0].write_text(text, "utf-8")
     return written

@@ -228,7 +228,7 @@ class Table:
         style = style.set_caption(html.escape(above))
         style = style.relabel_index([html.escape(one) for one in self.labels])
         style = style.relabel_index([html.escape(one) for one in self.heads], axis=1)
-        return str(style.to_html(table_attributes='class="sortable"'))
+        return str(style.to_html())
 
     def __rich__(self) -> RichTable:
         """A terminal's table, one rule a row, each number with half of its interval."""

@@ -243,7 +243,6 @@ def compare(
     """Compare policies and rules on labels, exactly; or by generating."""
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
-    from ospruner.eval.metrics import AesVariant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.paper import print_comparison
     from ospruner.eval.report.summary import print_results
@@ -262,7 +261,6 @@ def compare(
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
     said["prices"] = parse_prices(prices)
     said["rewards_at"] = parse_prices(str(said.pop("rewards_at", ""))) or None
-    said["variant"] = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target
     with _bars("compare") as bars:

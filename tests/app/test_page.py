@@ -15,7 +15,7 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-from ..eval.report.browser import Browser
+from ..browser import Browser
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"

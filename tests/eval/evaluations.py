@@ -14,7 +14,6 @@ from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.summary import results_of
-from ospruner.eval.report.viewer import save_views
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 
@@ -75,71 +74,6 @@ def outcome(
     )
 
 
-def views() -> list[dict[str, Any]]:
-    """Two traces as the viewer takes them; on the first OS-Pruner stops after step 2 of 3."""
-
-    def step(text: str, tokens: int, answer: str, correct: float | None) -> dict[str, Any]:
-        return {"text": text, "tokens": tokens, "answer": answer, "correct": correct}
-
-    def method(name: str, stop: int, tokens: float, pi: list[float] | None) -> dict[str, Any]:
-        group, _, setting = name.partition(" price")
-        named = {"name": name, "group": group, "setting": f"price{setting}" if setting else ""}
-        return named | {"stop": stop, "tokens": tokens, "correct": 1.0, "pi": pi}
-
-    first = [
-        step("3x = 48, </script><b>x</b> is 16.", 10, "16", 1.0),
-        step("Check: 3*16 = 48.", 20, "16", 1.0),
-        step("Wait, 3*17 = 51.", 40, "17", 0.0),
-    ]
-    return [
-        {
-            "id": "p0/0",
-            "problem": "Solve 3x+54=102 for x.",
-            "reference": "16",
-            "family": "equation",
-            "ended": "natural",
-            "steps": first,
-            "methods": [
-                method("full trace", 2, 40, None),
-                method("OS-Pruner price=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
-                method("OS-Pruner, one policy price=1e-4", 1, 20, [0.0, 0.5, 0.9])
-                | {"price": 1e-4, "place": 0.6, "prices": [None, 1e-4, 0.0]}
-                | {"places": [1.0, 0.6, 0.0]},
-            ],
-        },
-        {
-            "id": "p1/0",
-            "problem": "What is 6*7?",
-            "reference": "42",
-            "family": "product",
-            "ended": "cap",
-            "steps": [step("6*7 = 42.", 8, "42", 1.0), step("So it is.", 12, "", None)],
-            "methods": [
-                method("full trace", 1, 12, None),
-                method("OS-Pruner price=1e-4", 0, 8, [0.95, 0.5]),
-            ],
-        },
-        {
-            "id": "p2/0",
-            "problem": "Solve 3x+54=102 for x, at every price.",
-            "reference": "16",
-            "family": "equation",
-            "ended": "natural",
-            "steps": first,
-            "methods": [
-                method("full trace", 2, 40, None),
-                *(
-                    method(
-                        f"OS-Pruner, one policy price={price}e-4", 2 - price // 3, 20, [0.1, 0.5, 0]
-                    )
-                    for price in range(1, 8)
-                ),
-                method("OS-Pruner price=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
-            ],
-        },
-    ]
-
-
 def make_evaluation(
     model: str = "DeepSeek-R1-Distill-Qwen-7B",
     benchmark: str = "GSM8K",
@@ -180,10 +114,7 @@ def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
     return results_of(make_evaluation(**settings), prices=prices)
 
 
-def save_comparison(
-    folder: Path, with_views: bool = False, prices: Sequence[float] = (), **settings: Any
-) -> None:
+def save_comparison(folder: Path, prices: Sequence[float] = (), **settings: Any) -> None:
     """What a comparison leaves in its folder, but for the picture."""
     folder.mkdir()
-    save_views(views() if with_views else [], folder)
     make_results(prices, **settings).save(folder / RESULTS_FILE)

@@ -15,7 +15,7 @@ import torch
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import rules
-from ospruner.comparing import compare
+from ospruner.comparing import Judged, compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import bootstrap_interval
@@ -174,7 +174,7 @@ def test_online_and_replay_agree_trace_by_trace(
     use = untrained(reasoner, tmp_path / "policy", tuning)
     folder, labels = labelled
     replayed = compare(folder, [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4"])
-    careful, drawing, *others = replayed.evaluation.rules[1:]
+    careful, _, *others = replayed.evaluation.rules[1:]
     (early,) = parse_policies([f"{use.path}@.05"])
     methods = [early, rules.Budget(100), rules.AnswerEntropy(0.4, same=Math().same)]
     online = generated(reasoner, labels, methods)
@@ -190,8 +190,7 @@ def test_online_and_replay_agree_trace_by_trace(
     if tuning == "queries":
         return
     # What draws its stops draws for each sample by its number.
-    table, pi = TraceTable.from_dataset(labels), drawing.went_by
-    assert pi is not None
+    table, pi = TraceTable.from_dataset(labels), Judged(folder).predicted(use.path).probabilities()
     drawn = generated(reasoner, labels, [use], seed=4)
     for n, tokens in enumerate(drawn.rules[1].outcome.tokens):
         steps = range(int(table.num_steps[n]))

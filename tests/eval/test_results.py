@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,17 @@ import pytest
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import parse_prices
 from ospruner.eval.report.summary import results_of
-from ospruner.eval.report.viewer import read_views
 from ospruner.eval.results import (
     Estimate,
     Results,
     best_rows,
     find_results,
     frame_of,
-    prices_of,
 )
 from ospruner.eval.text import markdown_table, parameter_text, price_name
 
 from ..made_results import make_result
-from .evaluations import make_evaluation, save_comparison, views
+from .evaluations import make_evaluation, save_comparison
 
 SOME, NONE = Estimate(0.1, 0.05, 0.2), Estimate(math.nan, math.nan, math.nan)
 WHOLE = Results(
@@ -75,41 +72,13 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert Results.read(path).to_dict() == WHOLE.to_dict()  # a failed write leaves the old file
 
 
-def test_files_of_version_1_are_read() -> None:
-    number = SOME._asdict()
-    rows = [
-        {"method": "OS-Pruner", "parameter": p, "parameter_name": "price", "accuracy": number,
-         "aes": dict.fromkeys(number), "rewards": [[1e-3, number]]}
-        for p in (1e-4, 5e-5)
-    ]  # fmt: skip
-    found = Results.from_dict(
-        {
-            "format": "ospruner-results", "version": 1, "dataset": "d", "setting": "s",
-            "results": rows, "limits": rows[:1], "chosen": 1, "differences": [],
-            "frontiers": [
-                {"method": "a", "area": number, "lead": None, "gap_closed": [[0.5, number]]},
-                {"method": "b", "area": number, "lead": number, "gap_closed": [[0.5, number]]},
-            ],
-            "natural_accuracy": number, "about": {},
-        }
-    )  # fmt: skip
-    assert found.frame["kind"].tolist() == ["rule", "rule", "limit"]
-    assert found.frame["chosen"].tolist() == [False, True, False]
-    assert found.frame["setting"][0] == "price=1e-4"
-    assert Estimate.of(found.frame.loc[1], "accuracy") == SOME
-    assert math.isnan(found.frame["aes"][1])
-    assert prices_of(found.frame, "reward") == {1e-3: "reward@1e-3"}
-    assert found.frontiers["lead"].isna().tolist() == [True, False]
-    assert Estimate.of(found.frontiers.loc[0], "gap@5e-1") == found.natural_accuracy == SOME
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ([], "has format None and version None, this version of ospruner reads 'ospruner-results'"),
         (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"format": "other"}, "has format 'other'"),
-        (WHOLE.to_dict() | {"version": 1}, "no whole results"),
+        (WHOLE.to_dict() | {"version": 1}, "version 1, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
         ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
         (WHOLE.to_dict() | {"frame": [{"method": "x"}]}, "frame has no .*'kind'"),
@@ -145,17 +114,16 @@ def test_numbers_and_names_as_text() -> None:
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 
 
-def reported(traces: Sequence[dict[str, Any]] = (), **settings: Any) -> Report:
+def reported(**settings: Any) -> Report:
     evaluation = make_evaluation(**settings)
-    return Report(evaluation, results_of(evaluation), traces=list(traces))
+    return Report(evaluation, results_of(evaluation))
 
 
 def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    report = reported(traces=views())
+    report = reported()
     report.save(folder)
     report.save(folder)  # the same settings: replaced
-    assert read_views(folder) == views()
     ((place, found),) = find_results(tmp_path).items()
     assert (place, found.name) == (folder, "DeepSeek-R1-Distill-Qwen-7B, GSM8K, forced, replay")
     assert found.to_dict() == report.results.to_dict()

@@ -2,58 +2,38 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
-from modeling_ospruner.configuration_ospruner import PriceRange
 from ospruner.eval.report.page import write_report
 from ospruner.eval.report.summary import never_right, results_of, told
-from ospruner.eval.report.viewer import PricesShown, median_stop
-from ospruner.eval.table import FloatArray
 
 from ..evaluations import make_evaluation, save_comparison
 from .test_pictures import finished_run
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, its anchors and its viewer's data."""
+    """Collects what a page refers to, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
         self.ids: set[str] = set()
-        self.scripts: list[str] = []
-        self._in_script = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self.ids.add(values.get("id") or "")
         self.links += [v for k in ("src", "href", "action") if (v := values.get(k))]
-        self._in_script = tag == "script"
-        if self._in_script:
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self._in_script:
-            self.scripts[-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_script = False
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("evaluations")
-    save_comparison(folder / "gsm8k", with_views=True, prices=[1e-4])
+    save_comparison(folder / "gsm8k", prices=[1e-4])
     save_comparison(folder / "math", benchmark="MATH-500", seed=1, prices=[1e-4])
     run = folder.parent / "run"
     run.mkdir(exist_ok=True)
@@ -81,9 +61,7 @@ def test_the_page_needs_nothing_else(written: dict[str, Path]) -> None:
 def test_hostile_text_stays_text(written: dict[str, Path]) -> None:
     text = written["report.html"].read_text("utf-8")
     assert "<title>A &lt;test&gt; &amp; more</title>" in text
-    (viewer,) = json.loads(Page(text).scripts[0])
-    assert viewer["traces"][0]["steps"][0]["text"] == "3x = 48, </script><b>x</b> is 16."
-    assert viewer["name"].endswith("GSM8K, forced, replay")
+    assert "<script" not in text
 
 
 def test_the_papers_tables_and_pictures_stand_beside_it(written: dict[str, Path]) -> None:
@@ -136,25 +114,3 @@ def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str,
     assert line.partition(";")[0] in written["report.html"].read_text("utf-8")
     assert never_right(dataclasses.replace(evaluation, limits=[])) == {}
     assert not any("at no step" in one for one in told(dataclasses.replace(results, about={})))
-
-
-@given(arrays(np.float64, st.integers(1, 30), elements=st.floats(0, 1)))
-@settings(deadline=None)
-def test_the_median_stop_halves_the_stopping_distribution(pi: FloatArray) -> None:
-    stop = median_stop(pi)
-    survival = np.cumprod(np.concatenate([1 - pi[:-1], [0.0]]))  # after each step
-    assert survival[stop] <= 0.5
-    assert stop == 0 or survival[stop - 1] > 0.5
-
-
-def test_an_unknown_probability_goes_on() -> None:
-    assert median_stop(np.array([np.nan, np.nan, 0.0])) == 2
-
-
-def test_prices_have_their_places_on_the_line() -> None:
-    known = PriceRange(5e-5, 1e-2)
-    middle = known.price_at(2.5)
-    view = PricesShown(np.array([[0.0, middle, np.inf, 1.0]]), 1e-2, known).view(0, 3)
-    assert view["places"] == [0.0, 0.5, 1.0]
-    assert (view["price"], view["place"]) == (1e-2, 1.0)
-    assert view["prices"] == [0, pytest.approx(middle, rel=0.01), None]

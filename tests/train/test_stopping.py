@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ospruner.eval.replay import stop_weights
-from ospruner.eval.stopping import (
+from ospruner.train.objective import (
     expected_reward,
     last_step_mask,
     log_stop_distribution,
     stop_entropy,
 )
 
-from .evaluations import tabled
+from ..eval.evaluations import tabled
 
 PENALTY = 3e-4
 
