@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, refuse_other_settings
-from .table import FloatArray, TraceTable
+from .table import TraceTable
 
 Method = PolicyUse | StopRule | Family | str
 """A policy with its setting, a rule, a rule whose threshold is open, or "learnstop"."""
@@ -52,13 +52,11 @@ class Report:
     Attributes:
         evaluation: the outcomes, trace by trace.
         results: every number with its interval, as the file holds it.
-        points: (P, 2) mean tokens and accuracy of each method's frontier.
 
     """
 
     evaluation: Evaluation
     results: Results
-    points: dict[str, FloatArray] = field(default_factory=dict)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -71,18 +69,15 @@ class Report:
         return self.results.frontiers
 
     def plot(self, path: str | Path) -> None:
-        """Draws accuracy over thinking tokens: whole methods where they were compared, else rules.
+        """Draws accuracy over thinking tokens; see `pictures.draw_pareto`.
 
         Args:
             path: the picture to write, PNG or what its suffix says.
         """
-        from .report.pictures import draw_frontiers, draw_pareto  # matplotlib is slow to import
+        from .report.pictures import draw_pareto  # matplotlib is slow to import
 
         title = f"{self.results.dataset}: {self.results.setting}"
-        if self.points:
-            draw_frontiers(self.points, title).savefig(path)
-        else:
-            draw_pareto({"": self.frame}, title).savefig(path)
+        draw_pareto({"": self.frame}, title).savefig(path)
 
     def to_latex(self) -> str:
         """The main numbers of rules and limits as a LaTeX table, each with its interval."""
@@ -144,8 +139,7 @@ def compare(
         Rule(ORACLE, hindsight_oracle(table)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
     ]
-    points: dict[str, FloatArray] = {}
-    areas = frame_of([], "frontiers")
+    areas, on_frontier = frame_of([], "frontiers"), set()
     if choose_on is not None:
         there = choose_on.table
         limits = [best_fixed(unit, there, table) for unit in ("tokens", "step")] + limits
@@ -155,7 +149,8 @@ def compare(
                 taken = Chosen(of, full, there.problem_index, variant).taken()
                 same = (taken.method, taken.parameter)
                 rules = [taken if (one.method, one.parameter) == same else one for one in rules]
-        areas, points = frontiers(of_method, there, table, prices, replicates)
+        areas, places = frontiers(of_method, there, table, prices, replicates)
+        on_frontier = {(m, of_method[m][k].parameter) for m, ks in places.items() for k in ks}
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
     evaluation = Evaluation(
         settings={**named, "labels": trace_hash(table), **(settings or {})},
@@ -166,7 +161,15 @@ def compare(
     )
     found = results_of(evaluation, variant=variant, prices=prices)
     about = {**found.about, "left_out": left_out}
-    return Report(evaluation, dataclasses.replace(found, frontiers=areas, about=about), points)
+    marked = found.frame.assign(
+        frontier=[
+            (one.method, one.parameter) in on_frontier
+            for one in (*evaluation.rules, *evaluation.limits)
+        ]
+    )
+    return Report(
+        evaluation, dataclasses.replace(found, frame=marked, frontiers=areas, about=about)
+    )
 
 
 def refuse_shared(test: TraceTable, choose_on: TraceTable) -> None:

@@ -67,7 +67,7 @@ def frontiers(
     prices: Sequence[float] = (),
     replicates: int = REPLICATES,
     seed: int = 0,
-) -> tuple[pd.DataFrame, dict[str, FloatArray]]:
+) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
 
     A resample draws problems of both splits and training seeds anew, the same for all methods, and
@@ -83,10 +83,10 @@ def frontiers(
         seed: of the resamples.
 
     Returns:
-        The frame of `Results.frontiers`, and (P, 2) mean tokens and accuracy on the test traces of
-        each method's frontier, by length, the two trivial rules included.
+        The frame of `Results.frontiers`, and of each method the numbers of the rules that its
+        frontier is made of, the two trivial rules left out.
     """
-    rows, points, first = [], {}, None
+    rows, chosen, first = [], {}, None
     oracles = [(hindsight_oracle(test, price),) for price in prices]
     for method, rules in methods.items():
         trivial = [(replay_full(validation),), (replay_step(validation, 1),)]
@@ -111,8 +111,8 @@ def frontiers(
             share = _gap_closed(there, rewards[:, own], rewards[:, oracle])
             row |= estimate(share).spread(f"gap@{price_name(price)}")
         rows.append(row)
-        points[method] = lines[0][np.argsort(lines[0][:, 0], kind="stable")]
-    return frame_of(rows, "frontiers"), points
+        chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]
+    return frame_of(rows, "frontiers"), chosen
 
 
 def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) -> FloatArray:

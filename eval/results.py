@@ -31,8 +31,8 @@ FIRST = {
     "frontiers": ("method",),
 }
 _NO_NUMBERS = {
-    *("kind", "method", "parameter_name", "setting", "chosen", "aes_label", "rule", "other"),
-    *("traces", "problems"),
+    *("kind", "method", "parameter_name", "setting", "chosen", "frontier", "aes_label"),
+    *("rule", "other", "traces", "problems"),
 }
 
 
@@ -128,6 +128,8 @@ class Results:
         flops, flops_ratio  mean floating-point operations of all that is computed for a trace
                         (prompt, thinking, answer, tail, verifier, trial answers); over the full's
         reward@5e-4     accuracy - λ tokens at each price asked for
+        frontier        (of `compare`) whether it is on its method's frontier, which validation
+                        chose
         aes_label, traces, problems
 
     Attributes:

@@ -26,8 +26,8 @@ from .tables import (
 __all__ = ["write_report"]
 
 PARETO = (
-    "Accuracy against thinking tokens. Points are labelled with λ or threshold; the wide grey line "
-    "is the front of all methods; the band is OS-Pruner's 95 % interval."
+    "Accuracy against thinking tokens, from 5 points below the full trace up; small: everything. "
+    "Bands are 95 % intervals by problem."
 )
 DYNAMICS = "Validation after each stage of the annealing; dashes are where λ fell."
 

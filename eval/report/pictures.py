@@ -1,4 +1,4 @@
-"""Pictures, as figures that `savefig` writes: Pareto fronts, whole methods, training dynamics.
+"""Pictures, as figures that `savefig` writes: methods over their lengths, and training dynamics.
 
 One colour and marker a method throughout (Okabe and Ito's palette), thin lines, no colour that
 grey print would lose: markers and line styles say everything twice.
@@ -12,19 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..table import FloatArray
-from ..text import price_name
+from ..text import penalty_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 __all__ = [
     "FAINT",
@@ -32,12 +29,9 @@ __all__ = [
     "MUTED",
     "assign_styles",
     "draw_dynamics",
-    "draw_frontiers",
     "draw_pareto",
     "draw_rounds",
-    "front",
     "furnish",
-    "label_points",
     "plot_results",
 ]
 
@@ -55,19 +49,19 @@ STYLES = (
 )
 LIMIT_MARKERS = ("D", "s", "^")
 TOKENS, PERCENT = "thinking tokens per trace", "accuracy, %"
-COLUMNS = 3  # panels side by side
-MANY = 6  # settings of a method, from which on the first and last alone are labelled
-
-# Labels: distances in points and directions, the best first (a frontier rises to the right).
-DISTANCES, SPACE = (6.0, 9.0, 13.0, 18.0), 4.0
-DIRECTIONS = ((1, -1), (-1, 1), (1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (-1, -1))
+COLUMNS = 2  # panels side by side
+OURS = {FRONTIER, EVERY_PRICE}
+OPERATING = 0.05  # accuracy below the full trace's at which nobody would operate
 
 
 def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
-    """Accuracy against thinking tokens, one panel a benchmark, methods alike in all.
+    """Accuracy against thinking tokens where somebody would operate, and small beside it all of it.
+
+    That range is from 5 points below the full trace's accuracy up. Each method is a line through
+    its settings, on its 95 % band: those on its `frontier`, where validation has chosen one.
 
     Args:
-        panels: heading -> results on the same traces, as `Results.frame`.
+        panels: heading -> results on the same traces, as `Results.frame`; a panel for each.
         title: above the picture.
 
     Raises:
@@ -77,91 +71,97 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
         raise ValueError("panels lacks results: there is nothing to draw")
     wide = min(COLUMNS, len(panels))
     high = -(-len(panels) // wide)
-    figure = _figure(*((7.2, 4.8) if len(panels) == 1 else (4.4 * wide, 3.9 * high)))
-    grid = list(figure.subplots(high, wide, squeeze=False).flat)
-    for axes in grid[len(panels) :]:
+    figure = _figure(*((8.2, 5.4) if len(panels) == 1 else (5.4 * wide, 3.9 * high)))
+    grid = figure.subplots(high, 2 * wide, squeeze=False, width_ratios=[3, 1] * wide)
+    pairs = grid.reshape(-1, 2)
+    for axes in pairs[len(panels) :].flat:
         axes.set_visible(False)
     styles = assign_styles([name for frame in panels.values() for name in frame["method"]])
-    for axes, (heading, frame) in zip(grid, panels.items(), strict=False):
+    for (axes, everything), (heading, frame) in zip(pairs, panels.items(), strict=False):
         plot_results(axes, frame, styles)
-        reached = front(frame[~frame["method"].str.startswith(ORACLE)])  # hindsight, nobody has
-        axes.plot(
-            reached["tokens"], 100 * reached["accuracy"], "-", color=MUTED, lw=3.2, alpha=0.28,
-            zorder=1.5, label="front of all methods",
-        )  # fmt: skip
+        furnish(axes, TOKENS, PERCENT)
         axes.set_title(heading, loc="left", fontsize=10, color=INK)
+        least = frame["accuracy"].iloc[0] - OPERATING
+        near = frame[(frame["accuracy"] >= least) & ~frame["method"].str.startswith(ORACLE)]
+        room = 0.05 * (near["tokens"].max() - near["tokens"].min()) or 1.0
+        axes.set_xlim(max(0.0, near["tokens"].min() - room), near["tokens"].max() + room)
+        axes.set_ylim(100 * least, 100 * near["accuracy_high"].max() + 0.3)
+        plot_results(everything, frame, styles, small=True)
+        (left, right), (low, top) = axes.get_xlim(), axes.get_ylim()
+        corners = (left, right, right, left), (low, low, top, top)
+        everything.fill(*corners, color=FAINT, alpha=0.6, zorder=0)
+        everything.set_title("all of it", loc="left", fontsize=7, color=MUTED)
+        everything.set(box_aspect=0.9, anchor="S")
     _finish(figure, title)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # it is final: labels find their places in pixels
-    for axes, frame in zip(grid, panels.values(), strict=False):
-        ours = frame["method"] == FRONTIER
-        others = [
-            rows if len(rows) < MANY else rows.sort_values("tokens").iloc[[0, -1]]
-            for _, rows in frame[~ours & (frame["method"] != FULL)].groupby("method", sort=False)
-        ]
-        label_points(axes, [(frame[ours], FRONTIER_COLOUR), *((rows, MUTED) for rows in others)])
     return figure
 
 
-def assign_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each method that has no look of its own, in order of appearance."""
-    plain, limits = itertools.cycle(STYLES), itertools.cycle(LIMIT_MARKERS)
-    styles: dict[str, tuple[str, str]] = {}
+def assign_styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each method's line and markers are drawn; beyond the palette it comes again, dashed."""
+    plain, limits = itertools.count(), itertools.cycle(LIMIT_MARKERS)
+    styles: dict[str, dict[str, Any]] = {}
     for method in dict.fromkeys(methods):
-        if method.startswith(LIMIT):
-            styles[method] = (MUTED, next(limits))
-        elif method not in (FRONTIER, FULL) and not method.startswith(ORACLE):
-            styles[method] = next(plain)
+        look: dict[str, Any] = {"lw": 1.1, "ms": 3.5, "mec": "white", "mew": 0.5, "zorder": 3}
+        if method == FULL:
+            look |= {"ls": "none", "marker": "o", "ms": 7, "color": INK}
+        elif method.startswith(ORACLE):  # hollow: its variants
+            fill = MUTED if method == ORACLE else "white"
+            look |= {"ls": "none", "marker": "*", "ms": 10, "color": MUTED, "mec": MUTED}
+            look |= {"mfc": fill}
+        elif method.startswith(LIMIT):
+            look |= {"ls": "none", "marker": next(limits), "ms": 5, "color": MUTED, "mfc": "white"}
+            look |= {"mec": MUTED}
+        elif method in OURS and not OURS.intersection(styles):
+            look |= {"marker": "o", "color": FRONTIER_COLOUR, "lw": 2.0, "zorder": 4}
+        else:
+            again, place = divmod(next(plain), len(STYLES))
+            colour, marker = STYLES[place]
+            look |= {"marker": marker, "color": colour, "ls": (0, (4, 2)) if again else "-"}
+        styles[method] = look
     return styles
 
 
-def plot_results(axes: Axes, frame: pd.DataFrame, styles: Mapping[str, tuple[str, str]]) -> None:
-    """Accuracy against thinking tokens: the frontier joined, all others as points.
+def plot_results(
+    axes: Axes, frame: pd.DataFrame, styles: Mapping[str, Mapping[str, Any]], small: bool = False
+) -> None:
+    """Accuracy against thinking tokens: each method's settings joined, on their 95 % band.
 
-    Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
-    ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method has
-    its style, and EVERY_PRICE is joined, too. What is `chosen` is ringed.
+    The full trace's accuracy is a line across; what is `chosen` is ringed.
 
     Args:
         axes: where to draw.
         frame: results on the same traces, as `Results.frame`.
         styles: of `assign_styles`.
+        small: lines alone, for an overview.
     """
-    for method, unsorted in frame.groupby("method", sort=False):
-        name, rows = str(method), unsorted.sort_values("tokens", kind="stable")
+    for name, of_method in frame.groupby("method", sort=False):
+        rows, look = of_method.sort_values("tokens", kind="stable"), dict(styles[str(name)])
+        if "frontier" in rows and rows["frontier"].any():
+            rows = rows[rows["frontier"].astype(bool)]
         x, y = rows["tokens"], 100 * rows["accuracy"]
-        if name == FRONTIER:
-            ends = 100 * rows["accuracy_low"], 100 * rows["accuracy_high"]
-            axes.fill_between(x, *ends, color=FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
-        elif name == FULL:
+        if name == FULL:
             axes.axhline(y.iloc[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
-        axes.plot(x, y, label=name, **{"zorder": 3, **_look(name, styles)})
+        elif len(rows) > 1 and not small:
+            ends = 100 * rows["accuracy_low"], 100 * rows["accuracy_high"]
+            ours = look["color"] == FRONTIER_COLOUR
+            alpha = 0.16 if ours else 0.07
+            axes.fill_between(x, *ends, color=look["color"], alpha=alpha, lw=0, zorder=0)
+        more = {"lw": 0.7 * look["lw"], "ms": 0.5 * look["ms"]} if small else {}
+        axes.plot(x, y, label="" if small else name, **look | more)
     ringed = frame[frame["chosen"].astype(bool)]
-    if len(ringed):
+    if small:
+        axes.tick_params(colors=MUTED, labelsize=6, length=2)
+        axes.spines[:].set(color=MUTED, lw=0.5)
+    elif len(ringed):
+        for row in ringed[ringed["method"].isin(OURS)].itertuples():
+            axes.annotate(
+                row.setting, (row.tokens, 100 * row.accuracy), xytext=(7, -9), fontsize=7,
+                textcoords="offset points", color=INK, zorder=6, annotation_clip=True,
+            )  # fmt: skip
         axes.plot(
-            ringed["tokens"], 100 * ringed["accuracy"], "o", ms=12, mfc="none", mec=INK, mew=1.2,
+            ringed["tokens"], 100 * ringed["accuracy"], "o", ms=9, mfc="none", mec=INK, mew=1.0,
             label="chosen on validation", zorder=5,
         )  # fmt: skip
-    furnish(axes, TOKENS, PERCENT)
-    axes.margins(x=0.1, y=0.12)
-    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-
-
-def _look(name: str, styles: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """How a method's line and markers are drawn."""
-    if name == FRONTIER:
-        look: dict[str, Any] = {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5.5, "zorder": 4}
-        return look | {"color": FRONTIER_COLOUR, "mec": "white", "mew": 0.8}
-    if name == FULL:
-        return {"ls": "none", "marker": "o", "ms": 7, "color": INK}
-    if name.startswith(ORACLE):
-        look = {"ls": "none", "marker": "*", "ms": 11, "color": MUTED, "mew": 0.9}
-        return look | {"mfc": MUTED if name == ORACLE else "white"}  # hollow: its variants
-    colour, marker = styles[name]
-    fill, edge = ("white", colour) if name.startswith(LIMIT) else (colour, "white")
-    joined = name == EVERY_PRICE  # a frontier, too
-    look = {"ls": "-" if joined else "none", "lw": 1.4, "ms": 4.0 if joined else 5.5}
-    return look | {"marker": marker, "color": colour, "mfc": fill, "mec": edge}
 
 
 def furnish(axes: Axes, x_name: str, y_name: str) -> None:
@@ -173,92 +173,6 @@ def furnish(axes: Axes, x_name: str, y_name: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=MUTED, labelsize=8.5)
-
-
-def label_points(axes: Axes, groups: Sequence[tuple[pd.DataFrame, str]], size: float = 7.5) -> None:
-    """Writes each result's setting beside its point, where nothing else stands.
-
-    Places are tried from near to far, eight directions each; a label that fits nowhere is left
-    out: a crowded picture is better short of a label than unreadable.
-
-    Args:
-        axes: a drawn picture; its limits must be final, as free places are found in pixels.
-        groups: results to label, all drawn on `axes`, and their colour; the first choose first.
-        size: of the text, in points.
-    """
-    from matplotlib.patheffects import Normal, Stroke
-
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    scale, inside = figure.dpi / 72.0, axes.get_window_extent()  # pixels a point
-    points, drawn = [], []  # (P, 2) pixels: of markers; of all that labels must not touch
-    for line in axes.get_lines():
-        path = line.get_transform().transform_path(line.get_path())
-        joined = line.get_linestyle() != "None"
-        drawn.append(np.asarray((path.interpolated(200) if joined else path).vertices))
-        if line.get_marker() not in ("None", None):
-            points.append(np.asarray(path.vertices))
-    taken: list[Any] = []  # boxes of labels
-    rows = ((row, colour) for of, colour in groups for row in of.sort_values("tokens").itertuples())
-    for row, colour in rows:
-        point = (row.tokens, 100 * row.accuracy)
-        own: FloatArray = axes.transData.transform(point)
-        label = axes.annotate(
-            row.setting, point, xytext=(0, 0), textcoords="offset points", fontsize=size,
-            color=colour, zorder=6,
-            path_effects=[Stroke(linewidth=2.5, foreground="white"), Normal()],
-        )  # fmt: skip
-        for away, (x, y) in itertools.product(DISTANCES if row.setting else (), DIRECTIONS):
-            reach = away if 0 in (x, y) else 0.7 * away
-            label.set_position((reach * x, reach * y))
-            label.set(ha=("center", "left", "right")[x], va=("center", "bottom", "top")[y])
-            box = label.get_window_extent()
-            fits = bool(np.all(box.min >= inside.min) and np.all(box.max <= inside.max))
-            fits = fits and not box.padded(2.2 * scale).count_overlaps(taken)
-            room = box.padded(SPACE * scale)
-            fits = fits and not any(room.count_contains(of_line) for of_line in drawn)
-            # A reader takes it for the label of the nearest point.
-            if fits and _gaps(box, np.concatenate(points)).min() >= _gaps(box, own) - 0.5:
-                taken.append(box)
-                break
-        else:
-            label.remove()
-
-
-def _gaps(box: Bbox, points: FloatArray) -> FloatArray:
-    """Pixels from points (..., 2) to a box."""
-    outside = np.maximum(np.maximum(box.min - points, points - box.max), 0.0)
-    return np.hypot(outside[..., 0], outside[..., 1])
-
-
-def front(frame: pd.DataFrame) -> pd.DataFrame:
-    """The results that no other beats in both tokens and accuracy, by rising tokens."""
-    order = frame.sort_values(["tokens", "accuracy"], ascending=[True, False])
-    before = order["accuracy"].cummax().shift(fill_value=-np.inf)
-    return order[order["accuracy"] > before]
-
-
-def draw_frontiers(points: Mapping[str, FloatArray], title: str = "") -> Figure:
-    """Whole methods as lines of accuracy over thinking tokens.
-
-    Args:
-        points: (P, 2) tokens and accuracy of each method, by length; the first is drawn in front.
-        title: above the picture.
-    """
-    figure = _figure(7.2, 5.4)
-    axes = figure.add_subplot()
-    for number, (name, of_method) in enumerate(points.items()):
-        looks = (FRONTIER_COLOUR, "o"), *STYLES
-        colour, marker = looks[number and (number - 1) % len(STYLES) + 1]
-        axes.plot(
-            of_method[:, 0], 100 * of_method[:, 1], lw=1.2 if number else 2.0, marker=marker,
-            ms=3.0, color=colour, label=name, zorder=3 if number else 4,
-            # Beyond the palette the same colours come again, dashed.
-            ls="-" if number <= len(STYLES) else (0, (4, 2)),
-        )  # fmt: skip
-    furnish(axes, TOKENS, PERCENT)
-    _finish(figure, title)
-    return figure
 
 
 def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:

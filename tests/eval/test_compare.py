@@ -115,7 +115,9 @@ def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> 
     assert areas["LearnStop"] > areas["fixed budget"]
     gaps = [column for column in frame.columns if column.startswith("gap@")]
     assert len(gaps) == 9  # three prices that suit the lengths, with their ends
-    assert set(report.points) == set(frame.method)
+    on_it = report.frame[report.frame.frontier]
+    assert set(on_it.method) <= set(frame.method)
+    assert 1 < len(on_it[on_it.method == "probe"]) < len(report.frame)
 
 
 def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> None:
@@ -125,6 +127,8 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
     table = report.to_latex()
     assert "answer agreement" not in table
     assert table.count("\\\\") == len(report.frame) + 1
+    for row in table.splitlines()[7:9]:  # each number with its interval
+        assert row.count("[") == row.count("]") == 4
     plain = compare(TEST, [rules.Budget(40)])
     plain.plot(tmp_path / "rules.png")
     assert (tmp_path / "rules.png").stat().st_size > 1000
