@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,7 @@ PRICE_THRESHOLD = 0.5
 
 
 def calibrate(
-    policy: str | Path | Family,
+    policy: str | Path | Family | Callable[..., Any],
     labels: Any,
     max_loss: float,
     confidence: float = 0.95,
@@ -62,7 +62,8 @@ def calibrate(
 
     Args:
         policy: its folder; where a setting passes, `config.json` and the card `README.md` say so.
-            Or a rule without training, whose threshold is found and returned: `rules.Deer`, "deer".
+            Or a rule without training, whose threshold is found and returned: `rules.Deer`, "deer",
+            a function of a step's end.
         labels: as for `compare`; the policy was trained on none of their problems, which are told
             apart by their text.
         max_loss: the accuracy that may be lost, as a share, against the answers forced at the full
@@ -85,7 +86,9 @@ def calibrate(
             free answers, settings in another order, or mode "sample" of a policy of one price.
     """
     check_choice("calibrate", "mode", mode, MODES)
-    if isinstance(policy, Family) or (is_rule(str(policy)) and not Path(policy).is_dir()):
+    if not isinstance(policy, str | Path):
+        return _of_rule(Family.of(policy), values, labels, max_loss, confidence, mode)
+    if is_rule(str(policy)) and not Path(policy).is_dir():
         return _of_rule(policy, values, labels, max_loss, confidence, mode)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ class Judged:
 
 def compare(
     labels: Any,
-    methods: Sequence[str | Path | StopRule | Family],
+    methods: Sequence[str | Path | StopRule | Family | Callable[..., Any]],
     *,
     choose_on: Any = None,
     prices: Sequence[float] | None = None,
@@ -201,7 +201,8 @@ def compare(
         labels: what `ospruner.label` gave, a folder or a Hub id, to measure on.
         methods: policies (a folder or Hub id; "policy@.7,.8" for thresholds), rules ("budget:400",
             `rules.Budget(400)`), and, with labels to choose on, rules whose threshold is open
-            ("deer", `rules.Deer`), "learnstop", or "rules" for all of these.
+            ("deer", `rules.Deer`, any function of a step's end: `rules.Family`), "learnstop", or
+            "rules" for all of these but your own.
         choose_on: labels of other problems, made with the same settings, on which every choice is
             made: of each method's setting, of frontiers, and of the best fixed budget and step.
         prices: of a token, at which policies of every price stop; () for 31 of their range; None
@@ -287,7 +288,7 @@ def _generated(method: Method) -> PolicyUse | StopRule:
 
 
 def _methods(
-    methods: Sequence[str | Path | StopRule | Family],
+    methods: Sequence[str | Path | StopRule | Family | Callable[..., Any]],
     prices: Sequence[float] | None,
     chooses: bool,
     split: Split,
@@ -299,8 +300,10 @@ def _methods(
         if one == "rules":
             rules += [family for name, family in FAMILIES.items() if name != "step"]
             rules.append("learnstop")
-        elif one == "learnstop" or not isinstance(one, str):
+        elif one == "learnstop" or isinstance(one, StopRule):
             rules.append(one)
+        elif not isinstance(one, str):
+            rules.append(Family.of(one))
         elif is_rule(one) or (":" in one and not Path(one.partition("@")[0]).exists()):
             rules.append(parse_rule(one, split.same))
         else:

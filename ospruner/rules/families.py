@@ -13,9 +13,10 @@ import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .signals import (
     Same,
@@ -42,6 +43,8 @@ __all__ = [
 Ask = Literal["trial_answer", "text", "thinking_entropy"]
 """What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
 
+ASKS: frozenset[Ask] = frozenset(get_args(Ask))
+
 GROUP = "ospruner_rules"
 """The entry-point group in which packages offer families under a name."""
 
@@ -55,9 +58,17 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 class Family:
     """A rule whose threshold is open.
 
+        def length(end: StepEnd) -> float:
+            return len(end.trial_answer(32).ids)
+
+        short = Family("short", length, stops="<=", high=32)
+
     Attributes:
         name: as in "deer:0.95".
-        signal: see `signals`; its further arguments, with defaults, are the rule's settings.
+        signal: a function of a step's end that gives a number; a class, of which each row has an
+            object that is called so; or a generator over a row's step ends and `same`, as in
+            `signals`. Further arguments, with defaults, are the rule's settings. It never looks
+            ahead, and NaN measures nothing.
         method: what tables call it; "" for the name.
         parameter_name: what the threshold is: "tokens", "nats", "answers", ...
         stops: how the signal compares with the threshold where a row stops: ">=", ">", "<=", "<".
@@ -65,20 +76,20 @@ class Family:
         low: the lowest threshold allowed.
         high: the highest.
         whole: whether thresholds are whole numbers.
-        asks: what the signal asks step ends for.
+        asks: what the signal asks step ends for; all of it, unless less is said.
         reads: the column of labels without which it cannot be replayed; "" for none.
         settings: of the signal, where they differ from its defaults.
     """
 
     name: str
-    signal: Callable[..., Iterator[float]]
+    signal: Callable[..., Any]
     method: str = ""
     parameter_name: str = "threshold"
     stops: Literal[">=", ">", "<=", "<"] = ">="
     low: float = 0.0
     high: float = 1.0
     whole: bool = False
-    asks: frozenset[Ask] = frozenset()
+    asks: frozenset[Ask] = ASKS
     reads: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,6 +100,44 @@ class Family:
             TypeError, ValueError: see `StopRule`.
         """
         return StopRule(self, float(threshold), same, {**self.settings, **settings})
+
+    @classmethod
+    def of(cls, rule: Any) -> Family:
+        """A family as it is, or that of a function or class by its name, of any thresholds.
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        if isinstance(rule, Family):
+            return rule
+        if not callable(rule) or isinstance(rule, StopRule):
+            raise TypeError(
+                f"{rule!r} is no rule: give a function of a step's end that gives a number, or an "
+                "ospruner.rules.Family"
+            )
+        named = rule if inspect.isroutine(rule) or inspect.isclass(rule) else type(rule)
+        return cls(named.__name__, rule, low=-MANY, high=MANY)
+
+    def measure(self, ends: Iterable[StepEnd], same: Same, **settings: Any) -> Iterator[float]:
+        """The signal at the step ends of one row, one by one.
+
+        Raises:
+            TypeError: it is no number.
+        """
+        if inspect.isgeneratorfunction(self.signal):
+            signals = self.signal(ends, same, **settings)
+        elif inspect.isclass(self.signal):
+            signals = map(self.signal(**settings), ends)
+        else:
+            signals = map(partial(self.signal, **settings), ends)
+        for signal in signals:
+            try:
+                yield float(signal)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"rule {self.name!r} gave {signal!r} at a step's end; it must give a number, "
+                    "NaN where it measures nothing"
+                ) from None
 
     @property
     def never(self) -> float:
@@ -170,7 +219,7 @@ class StopRule:
 
     def measure(self, ends: Iterable[StepEnd]) -> Iterator[float]:
         """Its signal at the step ends of one row, one by one; NaN where it measures nothing."""
-        return self.family.signal(ends, self.same, **self.settings)
+        return self.family.measure(ends, self.same, **self.settings)
 
     def for_row(self) -> Callable[[StepEnd], tuple[bool, float | None]]:
         """For a row that starts thinking, to be called at each step end in turn.
@@ -182,7 +231,7 @@ class StopRule:
 
         def at_step_end(end: StepEnd) -> tuple[bool, float | None]:
             here.append(end)
-            signal = next(signals)
+            signal = next(signals, math.nan)  # a generator that has ended measures nothing more
             stops = bool(self.family.reached(signal, self.threshold))
             return stops, None if math.isnan(signal) else signal
 
@@ -212,8 +261,8 @@ _BOTH: frozenset[Ask] = _TRIAL | _TEXT
 _COUNT: dict[str, Any] = {"whole": True, "high": MANY}
 _SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
 
-Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT)
-Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT)
+Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT, asks=frozenset())
+Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT, asks=frozenset())
 AnswerEntropy = Family(
     "entropy", entropy, "answer entropy", "nats", "<=", 0.0, math.log(20),
     asks=_TRIAL, reads="forced_entropy",
@@ -289,8 +338,8 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     Args:
         text: a name of `FAMILIES`, alone or with its number, such as "budget:200" (tokens),
             "entropy:0.4" (nats of the answer's first token) or "agreement:3" (trial answers).
-            "my_rules.py:MINE" is a family of one's own file; a package offers one by name in the
-            entry-point group `GROUP`.
+            "my_rules.py:MINE" is a family or a function of one's own file; a package offers one by
+            name in the entry-point group `GROUP`.
         same: whether two answers mean the same (`Task.same`).
 
     Raises:
@@ -311,20 +360,16 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
             f"rule {text!r} is not known{nearest(name)} Rules are written as {EXAMPLES}, or "
             f"my_rules.py:MINE:0.5 for one of your own; installed: {', '.join(_installed()) or '-'}"
         )
-    if not isinstance(found, Family):
-        raise ValueError(
-            f"{text} is {found!r}; it must be an ospruner.rules.Family, made of a function that "
-            "takes step ends and gives a number at each"
-        )
+    family = Family.of(found)
     if not number:
-        return found
+        return family
     try:
         value = float(number)
     except ValueError:
         raise ValueError(
             f"rule {text!r}: {number!r} is no number; write it as {EXAMPLES}"
         ) from None
-    return found(value, same=same)
+    return family(value, same=same)
 
 
 def _of_file(path: Path, name: str) -> Any:
@@ -339,5 +384,8 @@ def _of_file(path: Path, name: str) -> Any:
         ) from error
     if name not in known:
         own = [key for key, value in known.items() if isinstance(value, Family)]
-        raise ValueError(f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}")
+        raise ValueError(
+            f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}; a function "
+            "of a step's end does, too"
+        )
     return known[name]

@@ -1,10 +1,10 @@
 """What rules without training measure at each step end: one function a rule, with its source.
 
-A function takes the step ends of one row in order (`StepEnd`), and what says that two answers are
-the same; it gives one number a step end, NaN where it measures nothing. It never looks ahead, so
-that it runs on labelled traces and in generate alike. What differs from the original is said where
-it does. Everywhere a step is a paragraph, and a trial answer is forced into a box and decoded
-greedily.
+A generator takes the step ends of one row in order (`StepEnd`), and what says that two answers are
+the same; it gives one number a step end, NaN where it measures nothing. (A rule of one's own may be
+a plain function of one step's end, too: `Family`.) It never looks ahead, so that it runs on
+labelled traces and in generate alike. What differs from the original is said where it does.
+Everywhere a step is a paragraph, and a trial answer is forced into a box and decoded greedily.
 """
 
 from __future__ import annotations

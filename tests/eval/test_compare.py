@@ -18,6 +18,7 @@ from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.rules import Family
 
 from .evaluations import dataset_of
 
@@ -177,6 +178,25 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     free = replay_use(use, TEST, TEST.said(use))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
+
+
+def test_rules_of_one_s_own_are_compared_and_chosen() -> None:
+    def doubt(end: rules.StepEnd) -> float:
+        return -end.trial_answer(1).entropy
+
+    found = compare(TEST, [Family.of(doubt), rules.AnswerEntropy], choose_on=VALIDATION)
+    ours, theirs = (found.frame[found.frame.method == m] for m in ("doubt", "answer entropy"))
+    inner = slice(1, -1)  # but for the ends of the range
+    for name in ("accuracy", "tokens"):
+        np.testing.assert_allclose(ours[name][inner], theirs[name][inner])
+    areas = found.frontiers.area
+    assert areas[0] == pytest.approx(areas[1])
+    assert ours.chosen.sum() == 1
+    twice: list[Method] = [rules.Deer(0.9), rules.Deer(0.9, trials=3)]
+    with pytest.raises(ValueError, match="two rules are called 'DEER ≥.90': give each once, and a"):
+        compare(TEST, twice)
+    twice[1] = dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)
+    assert compare(TEST, twice).frame.method.tolist()[1:3] == ["DEER", "DEER, 3 trials"]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

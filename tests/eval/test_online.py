@@ -173,10 +173,16 @@ def test_online_and_replay_agree_trace_by_trace(
     """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
     use = untrained(reasoner, tmp_path / "policy", tuning)
     folder, labels = labelled
-    replayed = compare(folder, [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4"])
+
+    def decided(end: rules.StepEnd) -> float:
+        return end.trial_answer(16).confidence - 0.01 * end.step_text().count("=")
+
+    own = rules.Family("decided", decided)(0.9)
+    given = [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4", own]
+    replayed = compare(folder, given)
     careful, _, *others = replayed.evaluation.rules[1:]
     (early,) = parse_policies([f"{use.path}@.05"])
-    methods = [early, rules.Budget(100), rules.AnswerEntropy(0.4, same=Math().same)]
+    methods = [early, rules.Budget(100), rules.AnswerEntropy(0.4, same=Math().same), own]
     online = generated(reasoner, labels, methods)
     wanted = [replayed.evaluation.rules[0], careful, *others]
     assert [rule.name for rule in online.rules] == [rule.name for rule in wanted]

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ospruner import rules
-from ospruner.rules import FAMILIES, Agreement, Budget, Deer, Family, StopRule, families, parse_rule
+from ospruner.rules import (
+    FAMILIES,
+    Agreement,
+    Budget,
+    Deer,
+    Family,
+    StepEnd,
+    StopRule,
+    TrialAnswer,
+    families,
+    parse_rule,
+)
+from ospruner.rules.signals import Same
 
 MINE = """
 from ospruner.rules import Family
@@ -23,6 +37,10 @@ def length(ends, same, max_tokens=32):
 ASKS = frozenset({"trial_answer"})
 SHORT = Family("short", length, "short answer", "tokens", "<=", 0, 99, asks=ASKS)
 NOTHING = 3
+
+
+def halves(end, most=100):
+    return end.thinking_tokens / most
 """
 
 
@@ -95,6 +113,53 @@ def test_a_rule_of_a_file(file: Path) -> None:
     assert isinstance(parse_rule(f"{file}:SHORT"), Family)
 
 
+def step_end(tokens: int) -> StepEnd:
+    answer = TrialAnswer((1, 2), "closed", (-0.1, -0.2), 0.5, "7")
+    return StepEnd(0, 0, tokens, True, lambda most: answer, str, str, lambda: 0.1)
+
+
+class Growth:
+    """By how many tokens a step is longer than the row's longest before it."""
+
+    def __init__(self, least: int = 0) -> None:
+        self.longest, self.before = least, 0
+
+    def __call__(self, end: StepEnd) -> float:
+        own, self.before = end.thinking_tokens - self.before, end.thinking_tokens
+        grown, self.longest = own - self.longest, max(own, self.longest)
+        return grown
+
+
+def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
+    ends = [step_end(tokens) for tokens in (10, 30, 35)]
+
+    def sure(end: StepEnd) -> float:
+        return end.trial_answer(8).confidence
+
+    def counted(ends: Iterable[StepEnd], same: Same) -> Iterator[int]:
+        for number, _ in enumerate(ends):
+            yield number
+
+    for given, wanted in (
+        (sure, [math.exp(-0.15)] * 3),
+        (Growth, [10, 10, -15]),
+        (counted, [0, 1, 2]),
+    ):
+        family = Family.of(given)
+        assert family.name == given.__name__
+        assert list(family(0.5).measure(ends)) == pytest.approx(wanted)
+        assert list(family(0.5).measure(ends)) == pytest.approx(wanted)  # each row begins anew
+        decide = family(0.5).for_row()
+        assert [decide(end) for end in ends] == [(one >= 0.5, one) for one in wanted]
+    assert list(Family.of(Growth)(1, least=15).measure(ends)) == [-5, 5, -15]
+    assert Family.of(sure)(0.5).asks == {"trial_answer", "text", "thinking_entropy"}
+    half = parse_rule(f"{file}:halves:.5")
+    assert isinstance(half, StopRule)
+    assert list(half.measure(ends)) == [0.1, 0.3, 0.35]
+    with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
+        list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
+
+
 def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Point(importlib.metadata.EntryPoint):
         def load(self) -> object:
@@ -118,11 +183,11 @@ def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.Mo
         (":MISSING:1", "defines no 'MISSING'; its families are SHORT"),
         (":SHORT:-1", "'short': tokens is -1"),
         (":SHORT:many", "'many' is no number"),
-        (":NOTHING:1", "is 3; it must be an ospruner.rules.Family"),
+        (":NOTHING:1", "3 is no rule: give a function of a step's end that gives a number"),
     ],
 )
 def test_bad_rules_of_one_s_own_are_refused(file: Path, ending: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         parse_rule(f"{file}{ending}")
 
 
