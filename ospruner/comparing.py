@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
@@ -38,6 +45,21 @@ from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
+
+ROUNDED_TRACES, ROUNDED_TOKENS = 4, 500  # on which replay's rounding is compared with generate's
+
+
+class _Writing(LogitsProcessor):
+    """Makes generate write these tokens."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = iter(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The next one is the likeliest; none is forbidden, which a policy would refuse."""
+        written = scores.clone()
+        written[:, next(self._ids)] = scores.max() + 1
+        return written
 
 
 class Judged:
@@ -138,6 +160,37 @@ class Judged:
         if use.config.method == "flashthink":
             return self._verdicts(use.path)
         return PolicyOutputs(self.predicted(use.path).probabilities)
+
+    def rounding(self, use: PolicyUse) -> dict[str, Any]:
+        """How far replay's stop probabilities lie from generate's, which rounds otherwise.
+
+        Replay reads a whole trace in one pass, generate a token at a time: in float32 the two agree
+        to some 1e-6, in half precision they do not. Generate is made to write some of the traces.
+
+        Returns:
+            "dtype" of the base, "steps" compared, "mean" and "largest" absolute difference.
+        """
+        policy = OSPrunerForCausalLM.from_base(self.model, use.path)
+        settings = StopPolicyConfig(mode="threshold", threshold=1.0, price=use.asked_price)
+        replayed = self.predicted(use.path).probabilities(use.price if use.is_ours else None)
+        differences: list[float] = []
+        for n, row in enumerate(self.traces.take(min(ROUNDED_TRACES, len(self.traces)))):
+            trace = row["trace_ids"][:ROUNDED_TOKENS]
+            policy.generate(
+                torch.tensor([row["prompt_ids"]], device=self.model.device),
+                stop_policy=settings,
+                max_new_tokens=len(trace),
+                do_sample=False,
+                logits_processor=LogitsProcessorList([_Writing(trace)]),
+            )
+            said = [one for one in policy.last_stop[0].probabilities if not math.isnan(one)]
+            differences += np.abs(np.array(said) - replayed[n, : len(said)]).tolist()
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "steps": len(differences),
+            "mean": float(np.mean(differences)),
+            "largest": max(differences),
+        }
 
     def generator(self, settings: LabelSettings) -> Generator:
         """Generates on the labels' problems.
@@ -262,7 +315,7 @@ def compare(
     if train is not None:
         fitted = Judged(train, base, **more).split
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
-    return comparison.compare(
+    report = comparison.compare(
         ours.split,
         wanted,
         choose_on=None if theirs is None else theirs.split,
@@ -272,6 +325,11 @@ def compare(
         settings=named | answer,
         replicates=replicates,
     )
+    own = [use for use in uses.values() if use.config.method != "flashthink"]
+    if not own or ours.model.dtype == torch.float32:
+        return report
+    about = {**report.results.about, "rounding": ours.rounding(own[0])}
+    return dataclasses.replace(report, results=dataclasses.replace(report.results, about=about))
 
 
 def _generated(method: Method) -> PolicyUse | StopRule:

@@ -113,6 +113,12 @@ def told(results: Results) -> list[str]:
         )
     if _of_probabilities(results.about.get("settings", {})):
         lines.append("Accuracy is the mean probability of the right answer.")
+    if found := results.about.get("rounding"):
+        lines.append(
+            f"The base computes in {found['dtype']}, so that replay is not exact: its stop "
+            f"probabilities differ from generate's by {found['mean']:.1e} in the mean and "
+            f"{found['largest']:.1e} at most, at {found['steps']} step ends."
+        )
     if found := results.about.get("never_right"):
         best = best_rows(results.frame)
         names = (best["method"] + " " + best["setting"]).str.strip()

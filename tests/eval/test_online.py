@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import uniform
-from ospruner import rules
+from ospruner import comparing, rules
 from ospruner.comparing import Judged, compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.eval.evaluation import Evaluation
@@ -22,6 +23,7 @@ from ospruner.eval.intervals import bootstrap_interval
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.online import Generator, OnlineProblems, SampleRow, evaluate_online, read_journal
 from ospruner.eval.problems.task import Math
+from ospruner.eval.report.summary import told
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.train.config import StopConfig
@@ -116,13 +118,17 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
         evaluate(tmp_path / "b", Counting(), batch_problems=0)
 
 
-def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"]) -> PolicyUse:
-    """A policy that stops now and then: with a mild bias."""
+def untrained(
+    reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"], weight: float = 0.0
+) -> PolicyUse:
+    """A policy that stops now and then: with a mild bias, and weights of this size."""
     config = StopConfig("run", head="fixed", layers=1, tuning=tuning, use_cpu=True)
     model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
     assert isinstance(model, OSPrunerForCausalLM)
     model.config.price = 1e-3
     torch.nn.init.constant_(model.policy.head.bias, -2.0)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.policy.head.weight, std=weight)
     model.save_pretrained(folder)
     return parse_policies([str(folder)])[0]
 
@@ -202,6 +208,29 @@ def test_online_and_replay_agree_trace_by_trace(
         steps = range(int(table.num_steps[n]))
         stops = (i for i in steps if i == steps[-1] or uniform(4, n, i) < pi[n, i])
         assert tokens == table.lengths[n, next(stops)]
+
+
+def test_replay_says_how_far_it_is_from_generate(
+    reasoner: Reasoner,
+    labelled: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float32 they are the same; in half precision the report has the difference."""
+    folder, use = labelled[0], untrained(reasoner, tmp_path / "policy", "queries", 0.1)
+    exact = Judged(folder, model=reasoner.model).rounding(use)
+    assert exact["dtype"] == "float32"
+    assert exact["steps"] > 10
+    assert exact["largest"] < 1e-5
+    assert "rounding" not in compare(folder, [use.path]).results.about
+    half = copy.deepcopy(reasoner.model).bfloat16()
+    monkeypatch.setattr(comparing, "load_labelled_base", lambda *_, **__: (half, None))
+    results = compare(folder, [use.path]).results
+    found = results.about["rounding"]
+    assert (found["dtype"], found["steps"]) == ("bfloat16", exact["steps"])
+    assert 1e-5 < found["mean"] <= found["largest"] < 0.2
+    (line,) = (one for one in told(results) if "not exact" in one)
+    assert f"{found['largest']:.1e} at most, at {found['steps']} step ends" in line
 
 
 def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
