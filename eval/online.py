@@ -4,12 +4,14 @@ Problems, prompts, sampling, caps and grades are those of labels, so that what i
 was labelled, and replay predicts it. Every method sees the same problems with the same seeds: its
 rows are those of the full trace up to their stops, and differences between methods are paired.
 
-A finished batch of one method is a line of `online.jsonl`, fsynced: a stopped run repeats at most
-one batch. Without time, Pass@1 over more samples needs no generation: label more, and replay.
+A finished batch of one method is a line of a journal, fsynced, whose name holds a hash of the run's
+settings: a stopped run repeats at most one batch. Without time, Pass@1 over more samples needs no
+generation: label more, and replay.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -28,7 +30,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord, mix64
 from ospruner.durable import append_durably
-from ospruner.engines.interface import ForkRequest, SamplingSettings, end_ids
+from ospruner.engines.interface import ForkRequest, end_ids
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
@@ -40,14 +42,11 @@ from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task
 from .replay import Outcome
-from .results import differing, refuse_other_settings
+from .results import refuse_other_settings
 from .schema import LabelSettings
 from .table import FloatArray
 
-JOURNAL = "online.jsonl"
 _NEVER = Budget(2**31 - 1)
-NATURAL_ANSWER_TOKENS = SamplingSettings().max_answer_tokens
-"""Cap of the answer that the model writes after its own end, as in labels."""
 
 How = PolicyUse | StopRule | None
 """What decides; None never stops: the full trace."""
@@ -98,7 +97,6 @@ class SampleRow:
         reason: "policy", "budget", "natural", or "cap".
         probe_tokens: what the rule spent on deciding.
         seconds: its share of the batch's time.
-        natural_correct: grade of the answer after the trace's own end; None where there is none.
         flops: floating-point operations of all that was computed for it, by arithmetic.
     """
 
@@ -109,22 +107,16 @@ class SampleRow:
     reason: str
     probe_tokens: int = 0
     seconds: float = 0.0
-    natural_correct: float | None = None
     flops: float = 0.0
 
 
-def read_journal(path: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], list[SampleRow]]:
-    """The finished batches of a run by method and first problem; a new journal is begun.
-
-    Each is a line; the first line holds the run's settings.
+def read_journal(path: Path) -> dict[tuple[str, int], list[SampleRow]]:
+    """The finished batches of a run by method and first problem, a line each; {} before the first.
 
     Raises:
-        ValueError: the file is of a run with other settings, or damaged.
+        ValueError: the file is damaged.
     """
-    wanted = json.loads(json.dumps(settings))
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, {"settings": wanted})
         return {}
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
@@ -132,26 +124,14 @@ def read_journal(path: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int
         with path.open("r+b") as file:
             file.truncate(len(whole))
     try:
-        first, *records = map(json.loads, whole.splitlines())
-        stored = first["settings"]
-        done = {
+        return {
             (one["method"], one["batch"]): [SampleRow(**row) for row in one["rows"]]
-            for one in records
+            for one in map(json.loads, whole.splitlines())
         }
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}): delete it to begin anew"
         ) from error
-    if differences := differing(stored, wanted):
-        raise ValueError(
-            f"{path} is of a run with other settings ({differences}): use the same settings to "
-            "continue it, or another folder (out)"
-        )
-    return done
-
-
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    append_durably(path, json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
 def evaluate_online(
@@ -204,19 +184,21 @@ def evaluate_online(
         "batch_problems": batch_problems,
         "problems": [one.problem.id for one in problems],
     }
-    journal = None if out is None else Path(out) / JOURNAL
-    done: dict[tuple[str, int], list[SampleRow]] = {}
-    if journal is not None:
-        refuse_other_settings(journal.parent, identity)
-        done = read_journal(journal, identity)
+    journal, done = None, dict[tuple[str, int], list[SampleRow]]()
+    if out is not None:
+        refuse_other_settings(Path(out), identity)
+        hashed = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8)
+        journal = Path(out) / f"online-{hashed.hexdigest()}.jsonl"
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        done = read_journal(journal)
     tasks = [(start, key) for start in range(0, len(problems), batch_problems) for key in named]
     for number, (start, key) in enumerate(tasks, start=1):
         if (key, start) not in done:
             rows = generate(named[key][1], problems[start : start + batch_problems], start)
             done[key, start] = rows
             if journal is not None:
-                lines = [vars(row) for row in rows]
-                _append(journal, {"method": key, "batch": start, "rows": lines})
+                line = {"method": key, "batch": start, "rows": [vars(row) for row in rows]}
+                append_durably(journal, json.dumps(line, ensure_ascii=False).encode() + b"\n")
         progress("generate", number, len(tasks))
     starts = dict.fromkeys(start for start, _ in tasks)
     rows_of = {key: [row for start in starts for row in done[key, start]] for key in named}
@@ -229,7 +211,7 @@ def evaluate_online(
         ],
         limits=[],
         problem_index=np.repeat(np.arange(len(problems)), k),
-        natural_correct=np.array([row.natural_correct for row in full], np.float64),  # None: NaN
+        natural_correct=np.full(len(full), np.nan),  # labels have them
     )
 
 
@@ -265,8 +247,7 @@ class Generator:
 
     The full trace, whose time is the yardstick, is generated with a budget that no row reaches: the
     same thinking, and the same kind of answer as every other method writes, so that a policy which
-    never stops does the same work. Outside the time are the model's own answers after the full
-    trace, and the answers of rows cut at the token cap.
+    never stops does the same work. Outside the time are the answers of rows cut at the token cap.
 
     Args:
         base: the base.
@@ -366,8 +347,6 @@ class Generator:
         texts_end = self._eos.difference(fmt.think_end_ids)
         found: list[tuple[int, str]] = []  # tokens, reason
         answers: dict[int, list[int]] = {}
-        ended: dict[int, int] = {}  # where the model's own answer begins
-        natural: dict[int, list[int]] = {}  # its ids
         for i, (ids, record) in enumerate(zip(generated, records, strict=True)):
             length, reason = record.thinking_tokens, str(record.reason)
             if length > settings.max_new_tokens or reason == "length":
@@ -377,37 +356,24 @@ class Generator:
             # What the model has written to end it, which nothing is put before.
             own = follow(fmt, asked[i].prompt_ids, ids) if closed and reason == "natural" else None
             after = length if own is None else length + own.end_tokens
-            if own is not None:
-                ended[i] = after
-            elif how is None and reason == "natural" and not fmt.format.think_end:
-                natural[i] = list(ids[:length])  # a part of the reply that it thought in
             if settings.answer == "free" and own is not None:
                 answers[i] = self._until_eos(ids[after:])[: settings.max_answer_tokens]
             elif closed:
                 start = after + len(fmt.forced_suffix(settings.answer, own))
                 answers[i] = self._answer(ids[start:])
         answers |= self._forked(asked, generated, found, answers)
-        if how is None and ended:
-            whole = [[*asked[i].prompt_ids, *generated[i][:after]] for i, after in ended.items()]
-            ids_, arguments = self._arguments(whole, NATURAL_ANSWER_TOKENS)
-            model: Any = self.base
-            output = model.generate(ids_, **arguments)[:, ids_.shape[1] :].tolist()
-            natural |= {i: self._until_eos(o) for i, o in zip(ended, output, strict=True)}
         for i, (length, reason) in enumerate(found):
             forced = settings.answer == "forced"
             read = self.task.read_forced if forced else self.task.read_free
-            answer = read(self._text(answers[i])) or ""
-            graded = natural.get(i)
+            text = str(self.tokenizer.decode(answers[i], skip_special_tokens=False))
+            answer = read(text) or ""
             row = SampleRow(
                 tokens=length,
                 answer_tokens=len(answers[i]),
                 answer=answer,
-                correct=self._grade(answer, asked[i]),
+                correct=self.task.grade(answer or None, asked[i].problem) or 0.0,
                 reason=reason,
                 probe_tokens=records[i].probe_tokens,
-                natural_correct=self._grade(self.task.read_free(self._text(graded)), asked[i])
-                if graded
-                else None,
             )
             yield replace(row, flops=self._flops(asked[i], how, row, records[i]))
 
@@ -432,13 +398,6 @@ class Generator:
             self.fmt.box_state if forced else None,
         )
         return {i: list(fork.ids) for i, (fork,) in zip(missing, forks, strict=True)}
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _grade(self, answer: str | None, asked: OnlineProblems) -> float:
-        """An answer's grade; no verdict counts as wrong."""
-        return self.task.grade(answer or None, asked.problem) or 0.0
 
     def _until_eos(self, ids: Sequence[int]) -> list[int]:
         return list(ids[: next((n for n, t in enumerate(ids) if t in self._eos), len(ids))])

@@ -280,7 +280,12 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if not folder.exists():
         return
     if (folder / RESULTS_FILE).is_file():
-        if differences := differing(Results.read(folder / RESULTS_FILE).settings, settings):
+        there = Results.read(folder / RESULTS_FILE).settings
+        if differences := "; ".join(
+            f"{name}: {there.get(name)!r} there, {settings.get(name)!r} asked for"
+            for name in sorted({*there, *settings})
+            if there.get(name) != settings.get(name)
+        ):
             raise ValueError(
                 f"{folder} holds a comparison of other settings ({differences}): choose another "
                 "--out, or delete it"
@@ -292,15 +297,6 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} holds other files ({', '.join(strangers[:5])}) and no comparison: choose an "
             "empty folder"
         )
-
-
-def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The settings in which two runs differ, with both values; "" where in none."""
-    return "; ".join(
-        f"{name}: {there.get(name)!r} there, {wanted.get(name)!r} asked for"
-        for name in sorted({*there, *wanted})
-        if there.get(name) != wanted.get(name)
-    )
 
 
 def _without_nan(value: Any) -> Any:
