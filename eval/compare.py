@@ -36,7 +36,6 @@ from .measured import (
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
-from .report.summary import results_of
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, refuse_other_settings
 from .table import TraceTable
@@ -159,7 +158,7 @@ def compare(
         problem_index=table.problem_index,
         natural_correct=table.natural_correct,
     )
-    found = results_of(evaluation, variant=variant, prices=prices)
+    found = evaluation.results(variant, prices)
     about = {**found.about, "left_out": left_out}
     marked = found.frame.assign(
         frontier=[

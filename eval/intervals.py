@@ -1,8 +1,7 @@
-"""Outcomes of rules as a frame: each number with its 95 % interval by problem and training seed.
+"""Rules on the same traces, and their means on resamples of problems and training seeds.
 
 Problems are resampled with all their traces, and with them the training seeds of a rule that has
-several. All rules of one `Resampled` see the same resamples, so that differences between them are
-paired; what was chosen on validation is chosen again in each.
+several; what was chosen on validation is chosen again in each resample.
 """
 
 from __future__ import annotations
@@ -10,24 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from .metrics import AES_ABSOLUTE, AesVariant, reduction, reward
+from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, pool
-from .results import Estimate, frame_of
+from .results import Estimate
 from .table import FloatArray, IntArray
-from .text import parameter_text, price_name
+from .text import parameter_text
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
-_MEANS = [one.name for one in dataclasses.fields(Outcome)]
-
-Numbers = dict[str, FloatArray]
-"""Numbers of one rule by name: on all traces, then on each resample, (1 + B,)."""
 
 
 @dataclass(frozen=True)
@@ -239,126 +231,3 @@ def estimate(values: FloatArray, level: float = 0.95) -> Estimate:
         return Estimate(value, float("nan"), float("nan"))
     low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(value, float(low), float(high))
-
-
-class Resampled:
-    """Rules on the same traces with their means on each resample; made once, read often.
-
-    Args:
-        rules: rules and their outcomes on the same N traces.
-        base: the full traces' outcome, to which reductions and AES refer.
-        problem_index: (N,) the problem of each trace, 0 .. P-1.
-        limits: what rules are measured against.
-        replicates: bootstrap resamples, B.
-        seed: of the resamples.
-
-    Raises:
-        ValueError: an outcome of another number of traces.
-    """
-
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        base: Outcome,
-        problem_index: IntArray,
-        limits: Sequence[Rule] = (),
-        *,
-        replicates: int = REPLICATES,
-        seed: int = 0,
-    ) -> None:
-        self.rules, self.limits = list(rules), list(limits)
-        self.base, self.problem_index = base, problem_index
-        for rule in self.rules:
-            if len(rule.outcome) != len(base):
-                raise ValueError(
-                    f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
-                    f"{len(base)}"
-                )
-        self._how = (problem_index, replicates, seed)
-
-    @cached_property
-    def _means(self) -> list[Numbers]:
-        """Of the full traces and of each rule; a resample chooses again what was chosen."""
-        everything = [*self.rules, *self.limits]
-        found = self._means_of([(self.base,), *(rule.outcomes for rule in everything)])
-        for number, rule in enumerate(everything, start=1):
-            if rule.choice is not None:
-                picks = rule.choice.picks(*self._how[1:])
-                taken, place = np.unique(picks, return_inverse=True)
-                blocks = [rule.choice.candidates[int(k)].outcomes for k in taken]
-                means = np.stack(self._means_of(blocks))  # (U, 1 + B, K)
-                found[number] = means[place, np.arange(len(picks))]
-        return [dict(zip(_MEANS, means.T, strict=True)) for means in found]
-
-    def _means_of(self, blocks: Sequence[Sequence[Outcome]]) -> list[FloatArray]:
-        return resampled_means([[one.columns() for one in block] for block in blocks], *self._how)
-
-    def frame(
-        self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
-    ) -> pd.DataFrame:
-        """A row for each rule and each limit; see `Results`.
-
-        Args:
-            variant: which AES.
-            prices: of a token, at which to give the expected reward.
-        """
-        full, *means = self._means
-        rows: list[dict[str, Any]] = []
-        for rule, own in zip([*self.rules, *self.limits], means, strict=True):
-            row: dict[str, Any] = {
-                "kind": "rule" if len(rows) < len(self.rules) else "limit",
-                "method": rule.method,
-                "parameter": rule.parameter,
-                "parameter_name": rule.parameter_name,
-                "setting": rule.setting,
-                "chosen": rule.choice is not None,
-            }
-            for name, values in _numbers(own, full, variant, prices).items():
-                row |= estimate(values).spread(name)
-            problems = len(np.unique(self.problem_index))
-            rows.append(
-                row | {"aes_label": variant.label, "traces": len(self.base), "problems": problems}
-            )
-        return frame_of(rows)
-
-    def differences(
-        self, one: int, others: Sequence[int], variant: AesVariant = AES_ABSOLUTE
-    ) -> pd.DataFrame:
-        """Paired differences of a rule to others, by their numbers: the one less each."""
-        full, *means = self._means
-        left = _numbers(means[one], full, variant)
-        rows = []
-        for other in others:
-            right = _numbers(means[other], full, variant)
-            row: dict[str, Any] = {"rule": self.rules[one].name, "other": self.rules[other].name}
-            for name in ("accuracy", "tokens", "reduction", "aes"):
-                row |= estimate(left[name] - right[name]).spread(name)
-            rows.append(row)
-        return frame_of(rows, "differences")
-
-
-def _numbers(
-    own: Numbers, full: Numbers, variant: AesVariant, prices: Sequence[float] = ()
-) -> Numbers:
-    """The numbers of a frame's row from a rule's means and those of the full traces."""
-    generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    return {
-        "accuracy": own["correct"],
-        "tokens": own["tokens"],
-        "reduction": reduction(own["tokens"], full["tokens"]),
-        "aes": variant(own["correct"], own["tokens"], full["correct"], full["tokens"]),
-        **{
-            name: own[name]
-            for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
-        },
-        "generated_tokens": generated,
-        "total_reduction": reduction(generated, of_full),
-        "time_ratio": own["seconds"] / full["seconds"],
-        "tokens_per_second": generated / own["seconds"],
-        "flops": own["flops"],
-        "flops_ratio": own["flops"] / full["flops"],
-        **{
-            f"reward@{penalty_name(price)}": reward(own["correct"], own["tokens"], price)
-            for price in prices
-        },
-    }

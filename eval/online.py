@@ -209,9 +209,7 @@ def evaluate_online(
         rules=[
             replace(rule, outcome=_outcome(rows_of[key], full)) for key, (rule, _) in named.items()
         ],
-        limits=[],
         problem_index=np.repeat(np.arange(len(problems)), k),
-        natural_correct=np.full(len(full), np.nan),  # labels have them
     )
 
 

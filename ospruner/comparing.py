@@ -33,7 +33,6 @@ from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
 from ospruner.eval.problems.registry import open_task
-from ospruner.eval.report.summary import results_of
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
@@ -307,7 +306,7 @@ def compare(
             settings, named, out, batch_problems=batch_problems, progress=progress,
         )  # fmt: skip
         asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
-        return Report(evaluation, results_of(evaluation, variant=variant, prices=asked_prices))
+        return Report(evaluation, evaluation.results(variant, asked_prices))
     theirs, fitted = None, None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)

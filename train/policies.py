@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
-from ospruner.eval.intervals import Resampled, Rule
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.metrics import largest_reduction
 from ospruner.eval.replay import Outcome, replay, replay_full
@@ -181,7 +182,7 @@ def save_policy(
         else Rule(method, outcome, one, "price")
         for one, outcome in outcomes.items()
     ]
-    frame = Resampled([Rule(FULL, full), *rules], full, table.problem_index).frame()
+    frame = Evaluation([Rule(FULL, full), *rules], table.problem_index).frame()
     frame["chosen"] = frame.index == 1 + list(outcomes).index(price)
     setting = (
         "replay by `ospruner train`, problems of the kind it was trained on, one training seed"

@@ -1,19 +1,14 @@
-"""An evaluation as `Results`, and these as tables: the same for terminal, page and paper."""
+"""Results as tables: the same for terminal and page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 from rich.console import Console
 
 from ..compute import flops_scale
-from ..evaluation import Evaluation
-from ..intervals import bootstrap_interval
-from ..methods import ORACLE
-from ..metrics import AES_ABSOLUTE, AesVariant
+from ..evaluation import of_probabilities
 from ..results import Results, best_rows, prices_of
 from .tables import INTERVALS, MAIN, Column, Table
 
@@ -21,9 +16,7 @@ __all__ = [
     "cost_tables",
     "differences_table",
     "frontier_tables",
-    "never_right",
     "print_results",
-    "results_of",
     "results_table",
     "told",
 ]
@@ -46,63 +39,6 @@ DIFFERENCES = (
 PRICES_A_TABLE = 4  # in 80 columns
 
 
-def results_of(
-    evaluation: Evaluation,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    prices: Sequence[float] = (),
-) -> Results:
-    """Every number of an evaluation with its interval."""
-    said, natural = evaluation.settings, evaluation.natural_correct
-    setting = [said["model"], f"{said['answer']} answers", said["mode"]]
-    if _of_probabilities(said):
-        setting.append("probabilities of right answers")
-    return Results(
-        dataset=said["benchmark"],
-        setting=", ".join(setting),
-        frame=evaluation.frame(variant, prices),
-        differences=evaluation.differences(variant),
-        # One without a verdict counts as wrong.
-        natural_accuracy=None
-        if np.isnan(natural).all()
-        else bootstrap_interval(np.nan_to_num(natural), evaluation.problem_index),
-        about={"settings": said, **never_right(evaluation)},
-    )
-
-
-def _of_probabilities(settings: Mapping[str, Any]) -> bool:
-    """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
-    task = settings.get("label_settings", {}).get("task", {})
-    return bool(task.get("labels") == "probability")
-
-
-def never_right(evaluation: Evaluation) -> dict[str, Any]:
-    """How much of what rules save is of traces that are right at no step, where that is known.
-
-    Args:
-        evaluation: with the hindsight oracle among its limits, which is right wherever a trace
-            ever is.
-
-    Returns:
-        Under "never_right", or nothing: the share of such "traces", of the full traces' "tokens",
-        and under "saved" of each rule's savings, None where it saves nothing.
-    """
-    oracle = next((rule.outcome for rule in evaluation.limits if rule.method == ORACLE), None)
-    if oracle is None or _of_probabilities(evaluation.settings):
-        return {}
-    never, full = oracle.correct < 0.5, evaluation.full.tokens
-    saved = {rule.name: full - rule.outcome.tokens for rule in evaluation.rules[1:]}
-    found = {
-        "traces": float(never.mean()),
-        "tokens": float(full[never].sum() / full.sum()),
-        "saved": {
-            name: float(one[never].sum() / one.sum()) if one.sum() > 0 else None
-            for name, one in saved.items()
-        },
-    }
-    return {"never_right": found}
-
-
 def told(results: Results) -> list[str]:
     """What is to be known beside the tables: natural answers, probabilities, hopeless traces."""
     lines = []
@@ -111,7 +47,7 @@ def told(results: Results) -> list[str]:
             f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
             "mixed with forced ones)."
         )
-    if _of_probabilities(results.about.get("settings", {})):
+    if of_probabilities(results.settings):
         lines.append("Accuracy is the mean probability of the right answer.")
     if found := results.about.get("rounding"):
         lines.append(

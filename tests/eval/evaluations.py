@@ -13,7 +13,6 @@ from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
-from ospruner.eval.report.summary import results_of
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 
@@ -111,7 +110,7 @@ def make_evaluation(
 
 
 def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
-    return results_of(make_evaluation(**settings), prices=prices)
+    return make_evaluation(**settings).results(prices=prices)
 
 
 def save_comparison(folder: Path, prices: Sequence[float] = (), **settings: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.intervals import Resampled
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.intervals import Rule
 from ospruner.eval.limits import (
     best_fixed,
     budget_candidates,
@@ -108,8 +109,9 @@ def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
     assert chosen.choice is not None
     assert len(set(chosen.choice.picks(200).tolist())) > 1
     held = replace(chosen, choice=None)
-    frame = Resampled([chosen, held], replay_full(test), test.problem_index).frame()
-    assert frame["tokens"][0] == frame["tokens"][1]
+    rules = [Rule("full", replay_full(test)), chosen, held]
+    frame = Evaluation(rules, test.problem_index).frame()[1:]
+    assert frame["tokens"][1] == frame["tokens"][2]
     wide, narrow = frame["tokens_high"] - frame["tokens_low"]
     assert wide > narrow
 

@@ -24,7 +24,7 @@ from ospruner.eval.intervals import bootstrap_interval
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.online import Generator, OnlineProblems, SampleRow, evaluate_online, read_journal
 from ospruner.eval.problems.task import Math
-from ospruner.eval.report.summary import results_of, told
+from ospruner.eval.report.summary import told
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.train.config import StopConfig
@@ -109,7 +109,7 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
     other = Counting()
     evaluate(tmp_path, other, seed=1)  # a run of its own, as long as none is saved
     assert len(other.runs) == 6
-    Report(evaluation, results_of(evaluation)).save(tmp_path)
+    Report(evaluation, evaluation.results()).save(tmp_path)
     with pytest.raises(ValueError, match="other settings .*'seed': 0.* there.*'seed': 1"):
         evaluate(tmp_path, Counting(), seed=1)
     journal.write_text("{}\n" + journal.read_text())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import (
     Chosen,
-    Resampled,
     Rule,
     pool_seeds,
     seed_weights,
@@ -36,8 +36,8 @@ def summarise(
     rules: Sequence[Rule], base: Outcome, index: Any, seed: int = 0, **more: Any
 ) -> list[Any]:
     """The rows of a frame of rules."""
-    frame = Resampled(rules, base, index, seed=seed).frame(**more)
-    return [row for _, row in frame.iterrows()]
+    frame = Evaluation([Rule("full", base), *rules], index, seed=seed).frame(**more)
+    return [row for _, row in frame.iloc[1:].iterrows()]
 
 
 def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 2) -> TraceTable:
@@ -218,7 +218,7 @@ def test_summarise_and_compare() -> None:
         number = Estimate.of(result, name)
         assert number.low < number.value < number.high
 
-    difference = Resampled(rules, full, table.problem_index, seed=1).differences(1, [0]).loc[0]
+    difference = Evaluation(rules, table.problem_index, seed=1).differences().loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
     assert difference["aes"] == pytest.approx(result["aes"])
@@ -258,7 +258,8 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     first = float(table.lengths[:, 0].mean())
     assert more["flops"] == pytest.approx(150 + first)
     assert less["reward@1e-2"] == pytest.approx(less["accuracy"] - 0.01 * first)
-    between = Resampled([free, paid], full, table.problem_index).differences(0, [1]).loc[0]
+    rules = [Rule("full", full), free, paid]
+    between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["paid"]
     assert between["aes"] == 0
 
 
@@ -303,7 +304,8 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert two["accuracy_high"] > better.accuracy - 0.03
     assert twins["accuracy"] == single["accuracy"]
     assert twins["accuracy_low"] == pytest.approx(single["accuracy_low"])
-    between = Resampled([rules[1], alone], full, table.problem_index).differences(0, [1]).loc[0]
+    rules = [Rule("full", full), rules[1], replace(alone, method="y")]
+    between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["y"]
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import parse_prices
-from ospruner.eval.report.summary import results_of
 from ospruner.eval.results import (
     Estimate,
     Results,
@@ -116,7 +115,7 @@ def test_numbers_and_names_as_text() -> None:
 
 def reported(**settings: Any) -> Report:
     evaluation = make_evaluation(**settings)
-    return Report(evaluation, results_of(evaluation))
+    return Report(evaluation, evaluation.results())
 
 
 def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
 
 def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="settings lacks .'model'."):
-        make_evaluation(model="")
+        make_evaluation(model="").results()
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
         reported().save(tmp_path)
@@ -149,7 +148,7 @@ def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
 
 def test_an_evaluations_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:
     evaluation = make_evaluation()
-    saved = results_of(evaluation, prices=[1e-4])
+    saved = evaluation.results(prices=[1e-4])
     saved.save(tmp_path / "results.json")
     found = Results.read(tmp_path / "results.json")
     assert found.to_dict() == saved.to_dict()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ospruner.eval.report.page import write_report
-from ospruner.eval.report.summary import never_right, results_of, told
+from ospruner.eval.report.summary import told
 
 from ..evaluations import make_evaluation, save_comparison
 from .test_pictures import finished_run
@@ -100,17 +100,18 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
 def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str, Path]) -> None:
     evaluation = make_evaluation()
     ever = evaluation.limits[0].outcome.correct >= 0.5
-    found = never_right(evaluation)["never_right"]
+    found = evaluation.results().about["never_right"]
     assert found["traces"] == pytest.approx(1 - ever.mean())
     full = evaluation.full.tokens
     assert found["tokens"] == pytest.approx(full[~ever].sum() / full.sum())
     rule = evaluation.rules[1]
     saved = full - rule.outcome.tokens
     assert found["saved"][rule.name] == pytest.approx(saved[~ever].sum() / saved.sum())
-    results = results_of(evaluation)
+    results = evaluation.results()
     line = next(line for line in told(results) if "right at no step" in line)
     assert line.startswith(f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step")
     assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in line or "probe ≥.90" in line
     assert line.partition(";")[0] in written["report.html"].read_text("utf-8")
-    assert never_right(dataclasses.replace(evaluation, limits=[])) == {}
+    without = dataclasses.replace(evaluation, limits=[])
+    assert "never_right" not in without.results().about
     assert not any("at no step" in one for one in told(dataclasses.replace(results, about={})))

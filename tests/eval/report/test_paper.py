@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ospruner.eval.intervals import Resampled, Rule
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.intervals import Rule
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
@@ -145,8 +146,8 @@ def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: st
         outcome.answer_tokens[:] = one.get("answer_tokens", 0)
         outcome.probe_tokens[:] = probes
         outcomes.append(outcome)
-    rules = [Rule("FlashThink", outcomes[1])]
-    return Resampled(rules, outcomes[0], np.arange(5)).frame(prices=(1e-4,)).iloc[0]
+    rules = [Rule("full trace", outcomes[0]), Rule("FlashThink", outcomes[1])]
+    return Evaluation(rules, np.arange(5)).frame(prices=(1e-4,)).iloc[1]
 
 
 @pytest.mark.parametrize("benchmark", ["GSM8K", "MATH-500"])

@@ -20,7 +20,6 @@ from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.summary import (
     differences_table,
     frontier_tables,
-    results_of,
     results_table,
 )
 from ospruner.eval.report.tables import (
@@ -38,7 +37,7 @@ from ..evaluations import make_evaluation, make_results
 
 MODEL = "DeepSeek-R1-Distill-Qwen-7B"
 MADE = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
-TWO = [results_of(one) for one in MADE]
+TWO = [one.results() for one in MADE]
 FRAME = grid_frame(TWO)
 PRICES = (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0)
 RESULTS = [
@@ -78,7 +77,7 @@ def charged(evaluation: Evaluation) -> Results:
         replace(rule, outcome=replace(rule.outcome, flops=1000 * rule.outcome.tokens))
         for rule in evaluation.rules
     ]
-    return results_of(replace(evaluation, rules=rules))
+    return replace(evaluation, rules=rules).results()
 
 
 def test_results_stand_in_80_columns_with_their_intervals() -> None:

@@ -22,7 +22,6 @@ from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import parse_task
-from ospruner.eval.report.summary import results_of
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
@@ -151,8 +150,8 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
     expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu").evaluation
     table = TraceTable.from_dataset(shares)
     assert expected.full.correct == pytest.approx(table.full_correct, abs=1e-6)
-    assert "probabilities of right answers" in results_of(expected).setting
-    assert "never_right" not in results_of(expected).about
+    assert "probabilities of right answers" in expected.results().setting
+    assert "never_right" not in expected.results().about
     # How labels are read is no part of what a policy was trained to stop.
     compare(tmp_path / "graded", [policy], benchmark="quiz", device="cpu")
     with pytest.raises(ValueError, match="hold probabilities of right answers, and a promise is"):
