@@ -24,8 +24,8 @@ from datasets import Dataset
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.eval.schema import FEATURES
 from ospruner.provenance import git_state
+from ospruner.train.labels.features import FEATURES
 
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parents[1]

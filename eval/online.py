@@ -69,7 +69,7 @@ class OnlineProblems:
         """The problems of labels, each once, in order.
 
         Args:
-            traces: labels, columns as in `schema.FEATURES`.
+            traces: labels, columns as in `features.FEATURES`.
             limit: the first so many problems.
 
         Raises:

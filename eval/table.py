@@ -112,10 +112,10 @@ class TraceTable:
 
     @classmethod
     def from_dataset(cls, dataset: Any) -> TraceTable:
-        """Reads a `datasets.Dataset` with the columns of `schema.FEATURES`, row for row.
+        """Reads a `datasets.Dataset` of labelled traces (`ospruner label`), row for row.
 
         Args:
-            dataset: labelled traces; rows are taken to satisfy `schema.validate_row`.
+            dataset: labelled traces; rows are taken to satisfy `features.validate_row`.
 
         Raises:
             ValueError: a column is missing, there is no trace, a trace has no step, the entries

@@ -18,10 +18,10 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from ospruner.eval.results import RESULTS_FILE, Estimate, Results
-from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
 from ospruner.eval.text import markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
-from ospruner.train.labels.card import card_configs
+from ospruner.train.labels.card import PREFIX_COLUMNS, card_configs
+from ospruner.train.labels.features import COLUMNS
 from ospruner.train.labels.folder import data_hash, shards_of
 
 from .staging import Base, scrubbed

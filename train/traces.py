@@ -87,7 +87,7 @@ class LabelledTraces:
         """Reads labelled traces row for row; what is already read is returned as it is.
 
         Args:
-            dataset: columns `schema.FEATURES`.
+            dataset: columns `features.FEATURES`.
             states: folder in which states are kept; None for in memory.
 
         Raises:

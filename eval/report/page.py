@@ -37,17 +37,15 @@ def write_report(
     *,
     out: str | Path | None = None,
     validation: str | Path | None = None,
-    dynamics: Sequence[str | Path] = (),
     title: str = "Stopping rules compared",
 ) -> list[Path]:
     """Writes the page, and beside it the paper's tables (markdown, CSV, LaTeX) and pictures.
 
     Args:
-        folder: comparisons, in it and below.
+        folder: comparisons, in it and below; training runs there are drawn, too.
         out: where to write; None for the folder itself.
         validation: comparisons on which to choose each method's parameter; None chooses on the
             traces shown, as the paper did, and the tables say so.
-        dynamics: folders of training runs, for the picture of their dynamics.
         title: of the page.
 
     Returns:
@@ -69,8 +67,10 @@ def write_report(
             panels = {str(name): one for name, one in of_model.groupby(BENCHMARK, sort=False)}
             name = f"pareto-{model}-{answer}".replace("/", "-")
             figures[name] = draw_pareto(panels, f"{model}, {answer} answers"), PARETO
-    for number, run in enumerate(dynamics, 1):
-        drawn = draw_dynamics(run, f"Training dynamics: {Path(run).name}")
+    finished = Path(folder).rglob("trainer_state.json")
+    runs = sorted(one.parent for one in finished if one.with_name("run.json").is_file())
+    for number, run in enumerate(runs, 1):
+        drawn = draw_dynamics(run, f"Training dynamics: {run.name}")
         figures[f"dynamics-{number}"] = drawn, DYNAMICS
     target = Path(folder if out is None else out)
     target.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from .fallible_reasoner import BACKWARDS, RECHECKS
 from .shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
 
 Rows = Sequence[Mapping[str, Any]]
-"""Labelled traces of distinct problems (`ospruner.eval.schema.FEATURES`)."""
+"""Labelled traces of distinct problems (`ospruner.train.labels.features.FEATURES`)."""
 Decode = Callable[[list[int]], str]
 
 

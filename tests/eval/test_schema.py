@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.schema import (
-    FEATURES,
-    LabelSettings,
-    split_of,
-    validate_row,
-)
+from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.train.labels.features import FEATURES, validate_row
+from ospruner.train.labels.loading import split_of
 
 
 def make_row(problem: str = "p0", sample: int = 0, steps: int = 3) -> dict[str, Any]:

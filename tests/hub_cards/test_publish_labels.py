@@ -11,11 +11,13 @@ from huggingface_hub import DatasetCard, HfApi
 
 from ospruner.demo import REASONER
 from ospruner.durable import read_checked, write_checked
-from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
+from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
 from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.card import PREFIX_COLUMNS
+from ospruner.train.labels.features import COLUMNS
 from ospruner.train.labels.store import Chunk, LabelStore
 
 from .conftest import Stranger

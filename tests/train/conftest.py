@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from ospruner.demo.problems import Split
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
-from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import Labels
+from ospruner.train.labels.features import FEATURES
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer

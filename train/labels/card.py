@@ -9,12 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, List
+from datasets import Dataset, Features, List
 from huggingface_hub import DatasetCardData
 
-from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, PREFIX_FEATURES
+from .features import COLUMNS, columns_of
 
-__all__ = ["card_configs", "folder_card", "prefix_rows"]
+__all__ = ["PREFIX_COLUMNS", "PREFIX_FEATURES", "card_configs", "folder_card", "prefix_rows"]
+
+PREFIX_COLUMNS = columns_of(
+    """\
+trace                 int32     number of the trace's row in the default configuration, from 0
+problem_id            string    as there
+sample_index          int32     as there
+family                string    as there
+step                  int32     which labelled step of the trace, from 1
+steps                 int32     labelled steps of the trace
+end                   int32     L_i: the prefix is the trace's first so many thinking tokens
+fraction              float32   the same as a share of the trace's tokens
+forced_answer         string    what stood in the box of the answer forced here
+correct               float32   A_i in [0, 1]; null where there is no verdict
+matches_final         bool      equal to the answer forced at the trace's last step
+answer_tokens         int32     generated tokens of the forced answer
+logprob               float32   their mean natural log-probability
+entropy               float32   in nats, over the 20 likeliest first tokens
+ungraded_reason       string    why there is no verdict
+ended                 string    how the trace ended: natural or cap"""
+)
+"""Type and meaning of the columns of the derived view with one row a labelled step."""
+
+PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
 
 _TEXT = """
 # Labelled traces

@@ -25,10 +25,11 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from ospruner.durable import LOCK, DamagedError, read_checked
-from ospruner.eval.schema import FEATURES, LATER_COLUMNS, LabelSettings
+from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, read_provenance
 
 from .card import prefix_rows
+from .features import FEATURES, LATER_COLUMNS
 
 __all__ = [
     "MANIFEST",

@@ -192,7 +192,7 @@ def label(
         settings: other fields of `LabelConfig`.
 
     Returns:
-        Labelled traces by split (`load_splits` says which), columns `schema.FEATURES`. Each split
+        Labelled traces by split (`load_splits` says which), columns `features.FEATURES`. Each split
         knows how it was made.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
 
 from ospruner.eval.problems.sources import text_key
-from ospruner.eval.schema import LabelSettings, split_of
+from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
 from .folder import data_hash, read_labels, read_manifests, refuse_other_data
@@ -34,7 +35,7 @@ class Labels:
     """Labelled traces and how they were made.
 
     Attributes:
-        traces: columns `schema.FEATURES`.
+        traces: columns `features.FEATURES`.
         settings: of their run; of a mix the first run's.
         data_hash: of their shards; of a split also of its name.
         source: what the problems were, in a word; the folder's name where it is not known.
@@ -54,7 +55,7 @@ def load_splits(source: str | Path) -> DatasetDict:
 
     Published splits have their names. Labels of problems that belong to a split other than "train"
     are that split; all others are split by problem into train, validation and test (.8, .1, .1) by
-    a hash of its id (`schema.split_of`), so that problems stay where they are when others are
+    a hash of its id (`split_of`), so that problems stay where they are when others are
     added, and all copies of a text on one side. A split without a trace is left out.
 
     Raises:
@@ -235,3 +236,30 @@ def _named(traces: Dataset, name: str) -> Dataset:
     table = traces.with_format("arrow")[:]
     ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
     return Dataset(table.set_column(table.column_names.index("problem_id"), "problem_id", ids))
+
+
+def split_of(problem_id: str, seed: int = 0, fractions: Mapping[str, float] | None = None) -> str:
+    """The split a problem belongs to, by hash: stable when problems are added or reordered.
+
+    Every trace of a problem falls in the same split.
+
+    Args:
+        problem_id: the problem.
+        seed: another seed gives another partition.
+        fractions: share of each split, in order, summing to one; by default train .8,
+            validation .1, test .1.
+
+    Raises:
+        ValueError: the fractions are negative or do not sum to one.
+    """
+    shares = {"train": 0.8, "validation": 0.1, "test": 0.1} if fractions is None else fractions
+    if any(share < 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1.0):
+        raise ValueError(f"fractions is {dict(shares)}; shares must be >= 0 and sum to 1")
+    digest = hashlib.blake2b(f"{seed}\x00{problem_id}".encode(), digest_size=8).digest()
+    u = int.from_bytes(digest, "big") / 2**64
+    reached = 0.0
+    for name, share in shares.items():
+        reached += share
+        if u < reached:
+            return name
+    return [name for name, share in shares.items() if share > 0][-1]  # sum just below one

@@ -20,10 +20,11 @@ from ospruner.durable import room_needed
 from ospruner.engines.interface import Engine, EnginesDownError, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Task
-from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
+from .features import validate_row
 from .importing import ImportedTrace
 from .labelling import Labeller, TraceKey, grade_rows
 from .store import Chunk, LabelStore
@@ -69,7 +70,7 @@ def label_problems(
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
-        The labelled traces, columns `schema.FEATURES`.
+        The labelled traces, columns `features.FEATURES`.
 
     Raises:
         ValueError: bad problems, a folder that holds something else or other settings, a full disk,

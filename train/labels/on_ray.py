@@ -66,7 +66,7 @@ def label_with_ray(
         progress: called with phase "label", in traces.
 
     Returns:
-        The labelled traces, columns `schema.FEATURES`.
+        The labelled traces, columns `features.FEATURES`.
 
     Raises:
         MissingPackageError: Ray is not installed.

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from ospruner.durable import DamagedError, lock_folder, replace_file, write_checked
-from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import hash_of
 
 from .card import folder_card, prefix_rows
+from .features import FEATURES
 from .folder import (
     FORMAT_VERSION,
     MANIFEST,

@@ -20,9 +20,10 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.engines.opening import ENGINES, EngineOptions
-from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings
 from ospruner.formats import QWEN3
 from ospruner.train.labels import label as label_module
+from ospruner.train.labels.features import FEATURES, validate_row
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import read_traces
 from ospruner.train.labels.label import (

@@ -17,8 +17,9 @@ from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1, QWEN3
+from ospruner.train.labels.features import validate_row
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
 

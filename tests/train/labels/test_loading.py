@@ -14,10 +14,12 @@ from datasets import Dataset, DatasetDict, load_dataset
 from ospruner.durable import read_checked, write_checked
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import Verdict
-from ospruner.eval.schema import COLUMNS, FEATURES, PREFIX_FEATURES, LabelSettings, split_of
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.card import PREFIX_FEATURES
+from ospruner.train.labels.features import COLUMNS, FEATURES
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
-from ospruner.train.labels.loading import load_labels, load_splits
+from ospruner.train.labels.loading import load_labels, load_splits, split_of
 from ospruner.train.labels.statistics import stats_of, told, told_regraded
 from ospruner.train.labels.store import Chunk, LabelStore
 
