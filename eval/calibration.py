@@ -25,19 +25,6 @@ import numpy as np
 from .replay import Outcome, replay_full
 from .table import BoolArray, FloatArray, IntArray, TraceTable
 
-__all__ = [
-    "THRESHOLDS",
-    "VARIANCE",
-    "Calibration",
-    "betting_rejects",
-    "boldest_kept",
-    "calibrate",
-    "exact_rejects",
-    "forecast",
-    "losses",
-    "problems_needed",
-]
-
 Test = Literal["exact", "betting"]
 
 THRESHOLDS = tuple(

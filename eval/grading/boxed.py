@@ -17,18 +17,6 @@ from .numbers import compared, in_radians
 from .pool import GradingPool, Verdict
 from .quantities import compared_quantities
 
-__all__ = [
-    "MAX_ANSWER_CHARS",
-    "TIME_LIMIT_SECONDS",
-    "Verdict",
-    "check_grader",
-    "compare_many",
-    "equal",
-    "extract_boxed",
-    "grade",
-    "read_box",
-]
-
 TIME_LIMIT_SECONDS = 5
 """What one parse or one comparison may take; an answer beyond it stays ungraded."""
 

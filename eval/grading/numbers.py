@@ -12,8 +12,6 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-__all__ = ["compared", "in_radians", "number_of"]
-
 TOLERANCE = Fraction(1, 10**6)
 """Relative, where decimals do not end: as precise as Math-Verify is near 1."""
 

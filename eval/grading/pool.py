@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["GradingPool", "Verdict"]
-
 MAX_WORKERS = 16
 START_SECONDS = 120.0
 

@@ -11,8 +11,6 @@ from fractions import Fraction
 
 from .numbers import number_of
 
-__all__ = ["compared_quantities"]
-
 # A quantity is kept in the first unit of its dimension; a month has no fixed number of days.
 _SIZES: dict[str, dict[str, str]] = {
     "months": {"months?|个月": "1", "years?|yrs?|年": "12"},

@@ -28,8 +28,6 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.engines.interface import end_ids
 from ospruner.formats import follow
 
-__all__ = ["LOGGED", "OSPrunerLM", "answer_of", "run"]
-
 LOGGED = "ospruner"
 """Under it stands, in a sample's logged arguments, why and when thinking ended; in the results'
 config, the same over all replies."""

@@ -21,8 +21,6 @@ from ..problems.problem import Problem
 from ..problems.registry import parse_task
 from ..problems.sources import load_source
 
-__all__ = ["ProblemsTask"]
-
 TAKEN = ("split", "files", "task", "prompt")
 
 

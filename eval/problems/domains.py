@@ -11,8 +11,6 @@ from typing import Any
 from .problem import Problem
 from .task import Task
 
-__all__ = ["Choice", "Exact"]
-
 _LISTED = re.compile(r"^[ \t]*[(\[]?([A-Z])[.):\]][ \t]", re.MULTILINE)
 _WRAPPED = re.compile(
     r"\\(?:text|mathrm|textbf|mathbf|textit|boxed)\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\*\*(.*)\*\*"

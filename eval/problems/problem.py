@@ -17,8 +17,6 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 
-__all__ = ["COLUMNS", "Columns", "Problem", "problems_from_rows", "read_rows", "user_message"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -12,8 +12,6 @@ from typing import Any
 from .domains import Choice, Exact
 from .task import Math, Task
 
-__all__ = ["TASKS", "load_task_class", "open_task", "parse_task"]
-
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Math, Choice, Exact)}
 """The built-in tasks by name."""
 

@@ -16,17 +16,6 @@ from typing import Any
 
 from .problem import COLUMNS, Columns, Problem, first_of, problems_from_rows, read_rows
 
-__all__ = [
-    "BENCHMARKS",
-    "Loaded",
-    "drop_overlaps",
-    "held_out_keys",
-    "load_source",
-    "normalised_text",
-    "task_of",
-    "text_key",
-]
-
 # LaTeX commands that change how a formula looks, not what it says.
 _LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
 _NAMES = {"≤": "le", "≥": "ge", "≠": "ne", "×": "times", "÷": "div", "·": "cdot", "√": "sqrt",

@@ -20,8 +20,6 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, grade, read_box
 from .problem import Problem, user_message
 
-__all__ = ["PROMPT_PRESETS", "Grade", "Math", "Task", "prompt_token_ids"]
-
 PROMPT_PRESETS = {
     "default": "",
     "concise": "Be concise.",

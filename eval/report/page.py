@@ -23,8 +23,6 @@ from .tables import (
     grid_frame,
 )
 
-__all__ = ["write_report"]
-
 PARETO = (
     "Accuracy against thinking tokens, from 5 points below the full trace up; small: everything. "
     "Bands are 95 % intervals by problem."

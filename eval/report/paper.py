@@ -23,17 +23,6 @@ from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ..results import Results, find_results
 from .tables import AVERAGE, BENCHMARK, MODEL, Column, Table, best_aes_table, grid_frame
 
-__all__ = [
-    "AVERAGE",
-    "BENCHMARKS",
-    "MODELS",
-    "comparison_table",
-    "print_comparison",
-    "published",
-    "table_1_scores",
-    "with_published",
-]
-
 BENCHMARKS = ("GSM8K", "MATH-500", "AIME")
 MODELS = ("DeepSeek-R1-Distill-Qwen-7B", "GPT-OSS-20B", "DRPO-7B")
 BASELINE = "Baseline"

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "FAINT",
-    "INK",
-    "MUTED",
-    "assign_styles",
-    "draw_dynamics",
-    "draw_pareto",
-    "draw_rounds",
-    "furnish",
-    "plot_results",
-]
-
 INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
 # Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
 FRONTIER_COLOUR = "#0072B2"

@@ -12,15 +12,6 @@ from ..evaluation import of_probabilities
 from ..results import Results, best_rows, prices_of
 from .tables import INTERVALS, MAIN, Column, Table
 
-__all__ = [
-    "cost_tables",
-    "differences_table",
-    "frontier_tables",
-    "print_results",
-    "results_table",
-    "told",
-]
-
 COSTS = (
     Column("wrong to\nright %", "helped", 100, 1),
     Column("right to\nwrong %", "harmed", 100, 1),

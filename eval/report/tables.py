@@ -23,20 +23,6 @@ from ..results import ENDS, Estimate, Results
 from ..schema import MATH_TASK
 from ..text import markdown_table, number_text
 
-__all__ = [
-    "AVERAGE",
-    "BENCHMARK",
-    "INTERVALS",
-    "MAIN",
-    "MODEL",
-    "Column",
-    "Table",
-    "best_aes_table",
-    "chosen_parameters",
-    "full_table",
-    "grid_frame",
-]
-
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
 Interval = Literal["brackets", "half", "none"]

@@ -17,8 +17,7 @@ from ospruner.engines.asking import Ask, Reply, Server
 from ospruner.engines.calling import AskingEngine
 from ospruner.engines.interface import SamplingSettings
 from ospruner.eval.grading import boxed
-from ospruner.eval.grading.boxed import Verdict
-from ospruner.eval.grading.pool import GradingPool
+from ospruner.eval.grading.pool import GradingPool, Verdict
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1

@@ -29,7 +29,8 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
-from ospruner.eval.grading.boxed import Verdict, check_grader
+from ospruner.eval.grading.boxed import check_grader
+from ospruner.eval.grading.pool import Verdict
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1

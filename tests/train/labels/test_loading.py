@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 
 from ospruner.durable import read_checked, write_checked
 from ospruner.eval.grading import boxed
-from ospruner.eval.grading.boxed import Verdict
+from ospruner.eval.grading.pool import Verdict
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.card import PREFIX_FEATURES
 from ospruner.train.labels.features import COLUMNS, FEATURES
