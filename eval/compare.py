@@ -80,7 +80,7 @@ class Report:
 
     def to_latex(self) -> str:
         """The main numbers of rules and limits as a LaTeX table, each with its interval."""
-        return Table.of(self.frame, MAIN, corner="method").latex("brackets")
+        return Table.of(self.frame, MAIN, corner="method").latex()
 
     def save(self, folder: str | Path) -> None:
         """Writes numbers and picture into a folder; those of the same settings go.

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ..results import Results, find_results
 from .paper import BENCHMARKS, MODELS, comparison_table, with_published
 from .pictures import draw_dynamics, draw_pareto
-from .summary import cost_tables, differences_table, results_table, told
+from .summary import differences_table, tables_of, told
 from .tables import (
     BENCHMARK,
     MODEL,
@@ -113,13 +113,13 @@ def _section(
 
 def _of_comparison(anchor: str, one: Results) -> dict[str, Any]:
     """All numbers of a comparison, beside the paper's where it has them."""
-    frame, said = one.frame, one.settings
+    said = one.settings
     how = "exact expectations on labelled traces" if said["mode"] == "replay" else "generated"
-    first = frame.iloc[0]
+    first = one.frame.iloc[0]
     notes = [
         f"{first['traces']:,} traces of {first['problems']:,} problems; {said['mode']}: {how}."
     ]
-    tables = [results_table(frame), *cost_tables(frame)]
+    tables = tables_of(one)
     if len(one.differences):
         tables.append(differences_table(one.differences))
     if said["model"] in MODELS and said["benchmark"] in BENCHMARKS:

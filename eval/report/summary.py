@@ -60,15 +60,17 @@ def told(results: Results) -> list[str]:
     return lines
 
 
-def print_results(results: Results, console: Console) -> None:
+def tables_of(results: Results) -> list[Table]:
     """The results, their costs, and whole methods where they were compared."""
-    console.print(results_table(results.frame, f"{results.dataset}: {results.setting}"))
-    for table in cost_tables(results.frame):
-        console.print(table)
-    for line in told(results):
-        console.print(line)
-    for table in frontier_tables(results) if len(results.frontiers) else ():
-        console.print(table)
+    whole = frontier_tables(results) if len(results.frontiers) else []
+    title = f"{results.dataset}: {results.setting}"
+    return [results_table(results.frame, title), *cost_tables(results.frame), *whole]
+
+
+def print_results(results: Results, console: Console) -> None:
+    """All tables of results, and what is to be known beside them."""
+    for one in (*tables_of(results), *told(results)):
+        console.print(one)
 
 
 def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:

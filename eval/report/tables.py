@@ -184,9 +184,9 @@ class Table:
         frame = pd.DataFrame(scaled, pd.Index(self.labels, name=self.corner))
         return str(frame.to_csv(float_format="%.10g"))
 
-    def latex(self, interval: Interval = "none") -> str:
-        """A booktabs table."""
-        body = self._marked(interval, r"\textbf{|}", r"\underline{|}", _tex).rename(index=_tex)
+    def latex(self) -> str:
+        """A booktabs table, each number with its interval."""
+        body = self._marked("brackets", r"\textbf{|}", r"\underline{|}", _tex).rename(index=_tex)
         heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
         grouped = any(group for group, _ in heads)
         body.columns = pd.MultiIndex.from_tuples(heads)

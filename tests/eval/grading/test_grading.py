@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from ospruner.eval.grading import boxed, worker
 from ospruner.eval.grading.boxed import (
     MAX_ANSWER_CHARS,
-    Verdict,
     compare_many,
     equal,
     extract_boxed,
     grade,
     read_box,
 )
-from ospruner.eval.grading.pool import GradingPool
+from ospruner.eval.grading.pool import GradingPool, Verdict
 
 
 @pytest.fixture
