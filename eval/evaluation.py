@@ -21,7 +21,7 @@ from .metrics import AES_ABSOLUTE, AesVariant, reduction, reward
 from .replay import Outcome
 from .results import NAMED, Results, best_rows, frame_of
 from .table import FloatArray, IntArray, TraceTable
-from .text import penalty_name
+from .text import price_name
 
 _MEANS = [one.name for one in dataclasses.fields(Outcome)]
 
@@ -213,7 +213,7 @@ def _numbers(
         "flops": own["flops"],
         "flops_ratio": own["flops"] / full["flops"],
         **{
-            f"reward@{penalty_name(price)}": reward(own["correct"], own["tokens"], price)
+            f"reward@{price_name(price)}": reward(own["correct"], own["tokens"], price)
             for price in prices
         },
     }

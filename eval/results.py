@@ -127,7 +127,7 @@ class Results:
         time_ratio, tokens_per_second        wall-clock, the first over that of the full trace
         flops, flops_ratio  mean floating-point operations of all that is computed for a trace
                         (prompt, thinking, answer, tail, verifier, trial answers); over the full's
-        reward@5e-4     accuracy - λ tokens at each price asked for
+        reward@5e-4     accuracy - price * tokens at each price asked for
         frontier        (of `compare`) whether it is on its method's frontier, which validation
                         chose
         aes_label, traces, problems

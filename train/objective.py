@@ -101,7 +101,7 @@ def expected_reward(
         logits: (N, T) stop logits.
         correct: (N, T) A_i in [0, 1], the correctness of the answer forced at each step.
         lengths: (N, T) L_i, thinking tokens through each step.
-        price: lambda >= 0, reward lost per thinking token.
+        price: of a token >= 0, reward lost per thinking token.
         mask: (N, T) bool, true on real steps.
 
     Returns:

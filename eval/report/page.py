@@ -27,7 +27,7 @@ PARETO = (
     "Accuracy against thinking tokens, from 5 points below the full trace up; small: everything. "
     "Bands are 95 % intervals by problem."
 )
-DYNAMICS = "Validation after each stage of the annealing; dashes are where λ fell."
+DYNAMICS = "Validation after each stage of the annealing; dashes are where the price fell."
 
 
 def write_report(

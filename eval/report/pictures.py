@@ -17,7 +17,7 @@ import pandas as pd
 from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..text import penalty_name
+from ..text import price_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
