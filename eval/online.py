@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
 
-from .compute import Compute, ModelWork
 from .evaluation import Evaluation
 from .intervals import Rule
 from .methods import FULL, PolicyUse
@@ -97,7 +95,6 @@ class SampleRow:
         reason: "policy", "budget", "natural", or "cap".
         probe_tokens: what the rule spent on deciding.
         seconds: its share of the batch's time.
-        flops: floating-point operations of all that was computed for it, by arithmetic.
     """
 
     tokens: int
@@ -107,7 +104,6 @@ class SampleRow:
     reason: str
     probe_tokens: int = 0
     seconds: float = 0.0
-    flops: float = 0.0
 
 
 def read_journal(path: Path) -> dict[tuple[str, int], list[SampleRow]]:
@@ -233,10 +229,8 @@ def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
         helped=correct * (1.0 - full_correct),
         harmed=(1.0 - correct) * full_correct,
         truncated=np.array([row.reason == "cap" for row in rows], np.float64),
-        **{
-            name: column(name)
-            for name in ("tokens", "answer_tokens", "probe_tokens", "seconds", "flops")
-        },
+        **{name: column(name) for name in ("tokens", "answer_tokens", "probe_tokens", "seconds")},
+        flops=np.full(len(rows), np.nan),  # replay counts them, here seconds are measured
     )
 
 
@@ -265,7 +259,6 @@ class Generator:
     ) -> None:
         self.base, self.tokenizer, self.fmt = base, tokenizer, fmt
         self.task, self.settings = task, settings
-        self._work = ModelWork.of_config(base.config)
         self._engine = TransformersEngine(base, tokenizer)
         self._eos = end_ids(base.generation_config, tokenizer)
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
@@ -290,7 +283,7 @@ class Generator:
             output, records = call(ids, **arguments)
             generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
             seconds = (time.perf_counter() - started) / len(prompts)
-            rows = list(self._rows(how, asked, generated, records))
+            rows = list(self._rows(asked, generated, records))
         return [replace(row, seconds=seconds) for row in rows]
 
     def _arguments(
@@ -336,7 +329,6 @@ class Generator:
 
     def _rows(
         self,
-        how: How,
         asked: Sequence[OnlineProblems],
         generated: Sequence[Sequence[int]],
         records: Sequence[StopRecord],
@@ -365,7 +357,7 @@ class Generator:
             read = self.task.read_forced if forced else self.task.read_free
             text = str(self.tokenizer.decode(answers[i], skip_special_tokens=False))
             answer = read(text) or ""
-            row = SampleRow(
+            yield SampleRow(
                 tokens=length,
                 answer_tokens=len(answers[i]),
                 answer=answer,
@@ -373,7 +365,6 @@ class Generator:
                 reason=reason,
                 probe_tokens=records[i].probe_tokens,
             )
-            yield replace(row, flops=self._flops(asked[i], how, row, records[i]))
 
     def _forked(
         self,
@@ -408,23 +399,3 @@ class Generator:
             closed = next((n for n, token in enumerate(kept) if box.push(token)), len(kept))
             kept = kept[: closed + 1]
         return kept
-
-    def _flops(self, asked: OnlineProblems, how: How, row: SampleRow, record: StopRecord) -> float:
-        """What a row has cost; the full trace is charged for its forced answer, as in replay."""
-        forced = len(self.fmt.forced_suffix(self.settings.answer))
-        compute = Compute(self._work, np.array([len(asked.prompt_ids)]), forced)
-        flops = compute.thinking([row.tokens], [row.answer_tokens])[0]
-        if isinstance(how, PolicyUse):
-            layers, stride = how.config.num_policy_layers, how.config.step_stride
-            if how.config.tuning == "queries":
-                flops += compute.queries(record.step_ends[stride - 1 :: stride], layers).sum()
-            else:
-                flops += compute.tail([row.tokens], layers)[0]
-        if row.probe_tokens:  # the trials' own tokens are spread evenly over them
-            pairs = zip(record.step_ends, record.signals, strict=True)
-            trials = [end for end, signal in pairs if not math.isnan(signal)]
-            suffix = len(self.fmt.forced_suffix("forced"))
-            tried = replace(compute, forced_tokens=suffix)
-            tokens = row.probe_tokens / len(trials) - suffix
-            flops += sum(tried.trial(0, position, tokens) for position in trials)
-        return float(flops)

@@ -200,7 +200,6 @@ def test_online_and_replay_agree_trace_by_trace(
     for one, other in zip(online.rules, wanted, strict=True):
         for name in ("tokens", "correct", "answer_tokens", "probe_tokens", "truncated"):
             np.testing.assert_array_equal(vars(one.outcome)[name], vars(other.outcome)[name])
-        np.testing.assert_allclose(one.outcome.flops, other.outcome.flops)
         assert (one.outcome.seconds > 0).all()
     assert online.rules[1].outcome.tokens.mean() < online.rules[0].outcome.tokens.mean()
     if tuning == "queries":

@@ -236,6 +236,7 @@ def test_markdown_and_latex_are_whole() -> None:
         assert text.count("{") == text.count("}")
         assert r"\multicolumn{3}{c}{GSM8K}" in text
         assert r"\toprule" in text
+        assert re.search(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", text), "with its interval"
         body = [line for line in text.splitlines() if line.endswith(r"\\") and "multi" not in line]
         assert len({line.count("&") for line in body}) == 1
         assert "%" not in text.replace(r"\%", "")
