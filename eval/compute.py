@@ -181,62 +181,47 @@ class Compute:
         prompts = dataset.select_columns(["prompt_ids"])["prompt_ids"]
         return cls(work, np.array([len(ids) for ids in prompts], np.int64), forced_tokens)
 
-    def thinking(self, tokens: npt.ArrayLike, answer_tokens: npt.ArrayLike) -> FloatArray:
-        """Operations of prompt, thinking and answer, (N,) or (N, T) as the arguments are.
-
-        The prompt is read, so many tokens are generated, the closing is read, the answer generated.
-        """
-        end = self._end(tokens)
-        thought = self.work.read(0, end) + self.work.logits * np.asarray(tokens, np.float64)
-        result: FloatArray = thought + self.work.answer(end, self.forced_tokens, answer_tokens)
-        return result
-
-    def tail(self, tokens: npt.ArrayLike, layers: int) -> FloatArray:
-        """Operations of a policy's tail: its layers on the prompt and on so many thinking tokens.
-
-        Adapters and the linear head, a vector at each step's end, are left out.
-        """
-        return self.work.read(0, self._end(tokens), layers)
-
-    def queries(self, step_ends: npt.ArrayLike, layers: int) -> FloatArray:
-        """Operations of a tail that is queries only, at each of these step ends.
-
-        One token goes through its layers. That it makes no keys and values is left out, and so are
-        adapters and the head.
-        """
-        end = self._end(step_ends)
-        return self.work.read(end - 1, end, layers)
-
     def trial(self, row: int, tokens: int, answer_tokens: float) -> float:
         """Operations of one trial answer of a row after so many thinking tokens."""
         position = int(self.prompt_tokens[row]) + tokens
         return float(self.work.answer(position, self.forced_tokens, answer_tokens))
 
     def charge(self, table: TraceTable) -> TraceTable:
-        """The table with what stopping at each step costs in `flops`."""
-        return replace(table, flops=self.thinking(table.lengths, table.answer_tokens))
+        """The table with what stopping at each step costs in `flops`.
+
+        The prompt is read, so many tokens are generated, the closing is read, the answer generated.
+        """
+        ends = self._ends(table)
+        thought = self.work.read(0, ends) + self.work.logits * table.lengths.astype(np.float64)
+        answers = self.work.answer(ends, self.forced_tokens, table.answer_tokens)
+        return replace(table, flops=thought + answers)
 
     def charge_tail(self, table: TraceTable, layers: int, queries: bool = False) -> TraceTable:
         """The charged table with what a tail costs added; as it is where it is not charged.
 
+        Its layers run on the prompt and the thinking. Adapters and the linear head, a vector at
+        each step's end, are left out.
+
         Args:
             table: N labelled traces of up to T steps.
             layers: of the tail.
-            queries: whether it is queries only, which computes at each step's end but the last,
-                where nothing is decided.
+            queries: whether it is queries only, so that one token goes through its layers at each
+                step's end but the last, where nothing is decided. That it makes no keys and values
+                is left out.
         """
         if table.flops is None:
             return table
-        flops = self.tail(table.lengths, layers)
+        ends = self._ends(table)
+        flops = self.work.read(0, ends, layers)
         if queries:
             due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
-            flops = np.where(due, self.queries(table.lengths, layers), 0.0).cumsum(axis=1)
+            flops = np.where(due, self.work.read(ends - 1, ends, layers), 0.0).cumsum(axis=1)
         return replace(table, flops=table.flops + flops)
 
-    def _end(self, tokens: npt.ArrayLike) -> FloatArray:
-        """The position after so many thinking tokens, (N,) or (N, T)."""
-        thinking, prompts = np.asarray(tokens, np.float64), self.prompt_tokens.astype(np.float64)
-        return thinking + (prompts[:, None] if thinking.ndim == 2 else prompts)
+    def _ends(self, table: TraceTable) -> FloatArray:
+        """(N, T) the position after each step."""
+        found: FloatArray = table.lengths + self.prompt_tokens.astype(np.float64)[:, None]
+        return found
 
 
 def flops_scale(flops: float) -> tuple[float, str]:

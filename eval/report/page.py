@@ -18,7 +18,6 @@ from .tables import (
     BENCHMARK,
     MODEL,
     best_aes_table,
-    chosen_parameters,
     full_table,
     grid_frame,
 )
@@ -34,7 +33,6 @@ def write_report(
     folder: str | Path,
     *,
     out: str | Path | None = None,
-    validation: str | Path | None = None,
     title: str = "Stopping rules compared",
 ) -> list[Path]:
     """Writes the page, and beside it the paper's tables (markdown, CSV, LaTeX) and pictures.
@@ -42,8 +40,6 @@ def write_report(
     Args:
         folder: comparisons, in it and below; training runs there are drawn, too.
         out: where to write; None for the folder itself.
-        validation: comparisons on which to choose each method's parameter; None chooses on the
-            traces shown, as the paper did, and the tables say so.
         title: of the page.
 
     Returns:
@@ -53,13 +49,10 @@ def write_report(
         ValueError: no comparison there, or one that is shown twice.
     """
     comparisons = list(find_results(folder).values())
-    chosen = None
-    if validation is not None:
-        chosen = chosen_parameters(grid_frame(list(find_results(validation).values())))
     tables, figures = [], {}
     everything = grid_frame(comparisons)
     for answer, frame in everything.groupby("answer"):
-        tables.append(best_aes_table(frame, chosen))
+        tables.append(best_aes_table(frame))
         for model, of_model in frame.groupby(MODEL, sort=False):
             tables.append(full_table(frame, str(model)))
             panels = {str(name): one for name, one in of_model.groupby(BENCHMARK, sort=False)}

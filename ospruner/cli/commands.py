@@ -252,10 +252,11 @@ def compare(
     if not methods and (paper or earlier or labels is None):
         if labels is None and not paper:
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
+        if said.get("choose_on"):
+            raise typer.BadParameter("--choose-on goes with labels and methods.")
         names = {name: said.get(name) for name in ("model", "benchmark")}
         print_comparison(labels, console, paper=paper, json_file=json_file, **names)
-        choose_on = said.get("choose_on")
-        for path in write_report(labels, out=out, validation=choose_on) if labels else ():
+        for path in write_report(labels, out=out) if labels else ():
             console.print(f"Wrote {path}", soft_wrap=True)
         return
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
