@@ -32,6 +32,8 @@ def parameter_text(parameter: float | None, name: str) -> str:
         return ""
     if name == "price":
         return f"price={price_name(parameter)}"
+    if name == "threshold" and abs(parameter) >= 2**31 - 1:  # as far as a rule's range goes
+        return f"≥{'-' * (parameter < 0)}∞"
     if name == "threshold":
         # Of quantiles as many digits as tell them apart.
         digits = f"{parameter:.2f}" if round(parameter, 2) == parameter else f"{parameter:g}"

@@ -73,7 +73,8 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
         near = frame[(frame["accuracy"] >= least) & ~frame["method"].str.startswith(ORACLE)]
         room = 0.05 * (near["tokens"].max() - near["tokens"].min()) or 1.0
         axes.set_xlim(max(0.0, near["tokens"].min() - room), near["tokens"].max() + room)
-        axes.set_ylim(100 * least, 100 * near["accuracy_high"].max() + 0.3)
+        most = near["accuracy"].max()
+        axes.set_ylim(100 * least, 100 * (most + 0.25 * (most - least)))
         plot_results(everything, frame, styles, small=True)
         (left, right), (low, top) = axes.get_xlim(), axes.get_ylim()
         corners = (left, right, right, left), (low, low, top, top)

@@ -246,7 +246,14 @@ class Table:
 # Styler's own escaping knows no Greek.
 _TEX = str.maketrans(
     {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "≥": r"$\geq$", "–": "--"}
-    | {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "±": r"$\pm$"}
+    | {
+        "≤": r"$\leq$",
+        "∞": r"$\infty$",
+        "α": r"$\alpha$",
+        "β": r"$\beta$",
+        "γ": r"$\gamma$",
+        "±": r"$\pm$",
+    }
 )
 
 

@@ -104,10 +104,11 @@ def test_numbers_and_names_as_text() -> None:
     assert " ".join(map(price_name, prices)) == ("0 5e-5 1e-4 2.5e-4 5e-2 9.9999e-5 1e-4 1e0 1e1")
     parameters = (
         *((None, ""), (5e-3, "price"), (0.7, "threshold"), (1.0, "threshold")),
+        *((1 - 2.0**31, "threshold"), (2.0**31 - 1, "threshold")),
         *((110, "tokens"), (4, "step"), (0.4, "nats")),
     )
     assert [parameter_text(*one) for one in parameters] == [
-        "", "price=5e-3", "≥.70", "≥1.00", "110 tokens", "step 4", "≤0.4 nats",
+        "", "price=5e-3", "≥.70", "≥1.00", "≥-∞", "≥∞", "110 tokens", "step 4", "≤0.4 nats",
     ]  # fmt: skip
     lines = markdown_table(["method", "accuracy"], [["P(stop|h)", "77.0\n(half)"]]).splitlines()
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
