@@ -37,7 +37,7 @@ from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
 from .report.tables import MAIN, Table
-from .results import RESULTS_FILE, Results, frame_of, refuse_other_settings
+from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
 from .table import TraceTable
 
 Method = PolicyUse | StopRule | Family | str
@@ -79,8 +79,8 @@ class Report:
         draw_pareto({"": self.frame}, title).savefig(path)
 
     def to_latex(self) -> str:
-        """The main numbers of rules and limits as a LaTeX table, each with its interval."""
-        return Table.of(self.frame, MAIN, corner="method").latex()
+        """The main numbers as a LaTeX table, each with its interval; rows as `main_rows`."""
+        return Table.of(main_rows(self.frame), MAIN, corner="method").latex()
 
     def save(self, folder: str | Path) -> None:
         """Writes numbers and picture into a folder; those of the same settings go.

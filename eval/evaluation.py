@@ -19,7 +19,7 @@ from .intervals import REPLICATES, Rule, bootstrap_interval, estimate, resampled
 from .methods import FRONTIER, ORACLE
 from .metrics import AES_ABSOLUTE, AesVariant, reduction, reward
 from .replay import Outcome
-from .results import NAMED, Results, best_rows, frame_of
+from .results import NAMED, Results, best_rows, frame_of, main_rows
 from .table import FloatArray, IntArray, TraceTable
 from .text import price_name
 
@@ -116,11 +116,11 @@ class Evaluation:
         return frame_of(rows)
 
     def differences(self, variant: AesVariant = AES_ABSOLUTE) -> pd.DataFrame:
-        """Paired differences of one method's best rule to every other method's.
+        """Paired differences of one method's best rule to every other method's, of `main_rows`.
 
         The one is OS-Pruner where it is there, else the first after the full trace.
         """
-        best = best_rows(self.frame(variant))
+        best = best_rows(main_rows(self.frame(variant)))
         places = dict(zip(best["method"], best.index.tolist(), strict=True))
         methods = [method for method in places if method != self.rules[0].method]
         if not methods:

@@ -96,6 +96,12 @@ def best_rows(frame: pd.DataFrame) -> pd.DataFrame:
     return rules.loc[scores.groupby(rules["method"], sort=False).idxmax()]
 
 
+def main_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of each method the setting that validation chose, where it chose one, else all of them."""
+    chosen = frame["chosen"].astype(bool)
+    return frame[chosen | ~chosen.groupby(frame["method"]).transform("any")]
+
+
 def prices_of(frame: pd.DataFrame, kind: str) -> dict[float, str]:
     """The columns of numbers at prices of a token, by price: of kind "reward" or "gap"."""
     names = [name for name in frame if name.startswith(f"{kind}@") and not name.endswith(ENDS[1:])]

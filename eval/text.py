@@ -41,7 +41,7 @@ def parameter_text(parameter: float | None, name: str) -> str:
     if name == "step":
         return f"step {parameter:g}"
     if name == "nats":
-        return f"≤{parameter:g} nats"
+        return f"≤{parameter:.3g} nats"
     return f"{parameter:g} {name}".rstrip()
 
 

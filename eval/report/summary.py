@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..compute import flops_scale
 from ..evaluation import of_probabilities
-from ..results import Results, best_rows, prices_of
+from ..results import Results, best_rows, main_rows, prices_of
 from .tables import INTERVALS, MAIN, Column, Table
 
 COSTS = (
@@ -47,7 +47,7 @@ def told(results: Results) -> list[str]:
             f"{found['largest']:.1e} at most, at {found['steps']} step ends."
         )
     if found := results.about.get("never_right"):
-        best = best_rows(results.frame)
+        best = best_rows(main_rows(results.frame))
         names = (best["method"] + " " + best["setting"]).str.strip()
         saved: Mapping[str, float | None] = found["saved"]
         shares = [f"{name} {100 * x:.0f} %" for name in names if (x := saved.get(name)) is not None]
@@ -61,10 +61,15 @@ def told(results: Results) -> list[str]:
 
 
 def tables_of(results: Results) -> list[Table]:
-    """The results, their costs, and whole methods where they were compared."""
+    """The results, their costs, and whole methods where they were compared.
+
+    Of many settings of a method those are left out that validation did not choose.
+    """
     whole = frontier_tables(results) if len(results.frontiers) else []
-    title = f"{results.dataset}: {results.setting}"
-    return [results_table(results.frame, title), *cost_tables(results.frame), *whole]
+    title, frame = f"{results.dataset}: {results.setting}", main_rows(results.frame)
+    if less := len(results.frame) - len(frame):
+        title = f"{title}; as validation chose ({less} more settings in results.json)"
+    return [results_table(frame, title), *cost_tables(frame), *whole]
 
 
 def print_results(results: Results, console: Console) -> None:
@@ -127,7 +132,8 @@ def differences_table(frame: pd.DataFrame) -> Table:
         frame,
         DIFFERENCES,
         frame["other"].tolist(),
-        caption=f"{frame['rule'].iloc[0]} less each other method at its best AES, paired; "
+        caption=f"{frame['rule'].iloc[0]} less each other method, as validation chose or else "
+        f"at their best AES, paired; "
         f"{INTERVALS}. Operating points and differences are of the same traces, and training seeds "
         "are in the intervals only where several were evaluated: an interval without 0 does not "
         "prove the sign.",

@@ -378,11 +378,14 @@ def full_table(frame: pd.DataFrame, model: str) -> Table:
         ]
     else:
         columns += [replace(LENGTH, best=""), Column("Red. %", "reduction", 100, 1)]
-    return _grid(
-        frame[frame[MODEL] == model],
-        ("method", "setting"),
+    # Thresholds that lie close together read alike.
+    own = frame[frame[MODEL] == model].fillna({"parameter": -1.0})
+    table = _grid(
+        own,
+        ("method", "setting", "parameter"),
         columns,
         caption=f"Full results for {model}, {answer} answers. ",
         corner="Method / Param",
         name=f"full-{model}-{answer}".replace("/", "-"),
     )
+    return replace(table, numbers=table.numbers.droplevel("parameter"))

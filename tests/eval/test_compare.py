@@ -16,6 +16,7 @@ from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, PolicyOutputs, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.replay import replay, replay_full, replay_step
+from ospruner.eval.report.page import write_report
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.rules import Family
@@ -127,7 +128,12 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
     assert Results.read(tmp_path / "results.json").frame.equals(report.frame)
     table = report.to_latex()
     assert "answer agreement" not in table
-    assert table.count("\\\\") == len(report.frame) + 1
+    # One row a method: the setting that validation chose.
+    methods = [name for name in dict.fromkeys(report.frame.method) if name in table]
+    assert methods == list(dict.fromkeys(report.frame.method))
+    assert table.count("\\\\") == len(methods) + 1
+    page = write_report(tmp_path, out=tmp_path / "page")[0].read_text()  # whose full table has all
+    assert f"({len(report.frame) - len(methods)} more settings in results.json)" in page
     for row in table.splitlines()[7:9]:  # each number with its interval
         assert row.count("[") == row.count("]") == 4
     plain = compare(TEST, [rules.Budget(40)])
