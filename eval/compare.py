@@ -221,12 +221,12 @@ def _rules_of(
     trained = {use.method for use in uses}  # whose rules of one name are training seeds
     named: set[tuple[str, float | None]] = set()
     for rule in rules:
-        if (name := (rule.method, rule.parameter)) in named and rule.method not in trained:
+        if (one := (rule.method, rule.parameter)) in named and rule.method not in trained:
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
-        named.add(name)
+        named.add(one)
     return rules, left_out
 
 

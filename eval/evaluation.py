@@ -148,16 +148,15 @@ class Evaluation:
         setting = [said["model"], f"{said['answer']} answers", said["mode"]]
         if of_probabilities(said):
             setting.append("probabilities of right answers")
-        graded = natural is not None and not np.isnan(natural).all()
         return Results(
             dataset=said["benchmark"],
             setting=", ".join(setting),
             frame=self.frame(variant, prices),
             differences=self.differences(variant),
             # One without a verdict counts as wrong.
-            natural_accuracy=bootstrap_interval(np.nan_to_num(natural), self.problem_index)
-            if graded
-            else None,
+            natural_accuracy=None
+            if natural is None or np.isnan(natural).all()
+            else bootstrap_interval(np.nan_to_num(natural), self.problem_index),
             about={"settings": dict(said), **self._never_right()},
         )
 

@@ -124,12 +124,13 @@ class Family:
         Raises:
             TypeError: it is no number.
         """
-        if inspect.isgeneratorfunction(self.signal):
-            signals = self.signal(ends, same, **settings)
-        elif inspect.isclass(self.signal):
-            signals = map(self.signal(**settings), ends)
+        signal_of: Callable[..., Any] = self.signal
+        if inspect.isgeneratorfunction(signal_of):
+            signals: Iterable[Any] = signal_of(ends, same, **settings)
         else:
-            signals = map(partial(self.signal, **settings), ends)
+            whole = inspect.isclass(signal_of)
+            of_row: Any = signal_of(**settings) if whole else partial(signal_of, **settings)
+            signals = map(of_row, ends)
         for signal in signals:
             try:
                 yield float(signal)

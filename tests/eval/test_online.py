@@ -189,7 +189,7 @@ def test_online_and_replay_agree_trace_by_trace(
         return end.trial_answer(16).confidence - 0.01 * end.step_text().count("=")
 
     own = rules.Family("decided", decided)(0.9)
-    given = [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4", own]
+    given: list[Any] = [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4", own]
     replayed = compare(folder, given)
     careful, _, *others = replayed.evaluation.rules[1:]
     (early,) = parse_policies([f"{use.path}@.05"])

@@ -76,7 +76,7 @@ def test_methods_are_lines_on_the_bands_of_their_accuracy() -> None:
         plot_results(axes, rows, assign_styles(rows["method"].tolist()))
         lines = {str(line.get_label()): line for line in axes.get_lines()}
         drawn = rows[rows["frontier"]] if "frontier" in rows else rows[rows["method"] == FRONTIER]
-        np.testing.assert_allclose(lines[FRONTIER].get_xdata(), drawn["tokens"])
+        np.testing.assert_allclose(np.asarray(lines[FRONTIER].get_xdata()), drawn["tokens"])
         (band,) = axes.collections  # of one setting alone there is none
         corners = np.concatenate([path.vertices for path in band.get_paths()])
         for end in ("accuracy_low", "accuracy_high"):
