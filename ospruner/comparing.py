@@ -45,7 +45,7 @@ from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
 
-ROUNDED_TRACES, ROUNDED_TOKENS = 4, 250  # on which replay's rounding is compared with generate's
+ROUNDED_TRACES, ROUNDED_TOKENS = 2, 200  # on which replay's rounding is compared with generate's
 
 
 class _Writing(LogitsProcessor):
