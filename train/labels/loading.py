@@ -79,7 +79,7 @@ def split_by_text(labels: Labels, shares: Mapping[str, float] | None = None) -> 
 
     Args:
         labels: of one run.
-        shares: as `schema.split_of` takes them. A side without a trace is left out.
+        shares: as `split_of` takes them. A side without a trace is left out.
     """
     traces, firsts = labels.traces, dict[str, str]()
     ids = zip(traces["problem"], traces["problem_id"], strict=True)
