@@ -224,6 +224,9 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
     promises = promises_of(policies[1])
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
     config = OSPrunerConfig(calibrations=promises)
+    surer = OSPrunerConfig(calibrations=[promises[0] | {"confidence": 0.99}, promises[1]])
+    kept = StopPolicyConfig(max_loss=0.45).with_defaults(surer)
+    assert kept.threshold == promises[0]["threshold"]
     for asked, one in ((0.45, promises[1]), (0.35, promises[0])):
         assert StopPolicyConfig(max_loss=asked).with_defaults(config).threshold == one["threshold"]
 
@@ -299,6 +302,10 @@ def test_what_is_no_promise_is_refused(
     price, fixed = policies
     with pytest.raises(ValueError, match="are among those that .* was trained on"):
         calibrate(fixed, labelled / "train", 0.1)
+    known = load_labels(labelled / "train")
+    again = known.traces.map(lambda row: {"problem_id": f"new/{row['problem_id']}"}).select([0, 1])
+    with pytest.raises(ValueError, match=r"2 problems .* under whatever id"):
+        calibrate(fixed, replace(known, traces=again, data_hash="0" * 64), 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
         calibrate(fixed, labels, 0.1, values=[0.5, 0.9])
     with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
