@@ -96,6 +96,8 @@ class Chosen:
             seed: of the resamples of problems, and of training seeds, which are those of the test.
         """
         blocks = [(self.base,), *(rule.validation for rule in self.candidates)]
+        if self.variant.charge == "generated":
+            blocks = [tuple(one.with_answers() for one in block) for block in blocks]
         points = resampled_points(blocks, self.problem_index, replicates, seed, validation=True)
         (tokens, base_tokens), (accuracy, base_accuracy) = (
             (points[:, 1:, k], points[:, :1, k]) for k in (0, 1)
@@ -348,18 +350,25 @@ def _numbers(
 ) -> Numbers:
     """The numbers of a frame's row from a rule's means and those of the full traces."""
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    paid = charged_tokens(
-        variant.charge, own["tokens"], own["flops"], full["tokens"], full["flops"]
-    )
+    paid, base = generated, of_full
+    if variant.charge != "generated":
+        base = full["tokens"]
+        paid = charged_tokens(variant.charge, own["tokens"], own["flops"], base, full["flops"])
+    with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
+        after_stop = own["stopped_answer"] / own["stopped"]
+        after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
     return {
         "accuracy": own["correct"],
         "tokens": own["tokens"],
         "reduction": reduction(own["tokens"], full["tokens"]),
-        "aes": variant(own["correct"], paid, full["correct"], full["tokens"]),
+        "aes": variant(own["correct"], paid, full["correct"], base),
         **{
             name: own[name]
             for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
         },
+        "answer_after_stop": np.where(own["stopped"] > 0, after_stop, np.nan),
+        "answer_after_end": np.where(own["stopped"] < 1, after_end, np.nan),
+        "rethought": own["rethought"],
         "generated_tokens": generated,
         "total_reduction": reduction(generated, of_full),
         "time_ratio": own["seconds"] / full["seconds"],

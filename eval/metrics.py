@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from modeling_ospruner.configuration_ospruner import check_choice
+
 from .table import FloatArray
 
-Charge = Literal["thinking", "compute"]
-"""What a rule pays for: its thinking tokens (the paper), or all that it computes."""
+Charge = Literal["thinking", "generated", "compute"]
+"""What a rule pays for: thinking tokens (the paper), the answer's, too, or all that it computes."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class AesVariant:
         beta: weight of a gain in accuracy.
         gamma: weight of a loss in accuracy.
         relative: the accuracy difference is divided by the baseline's accuracy.
-        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper, or
-            "compute" (`charged_tokens`).
+        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper,
+            those of thinking and answer ("generated"), or "compute" (`charged_tokens`).
     """
 
     alpha: float = 1.0
@@ -39,14 +41,13 @@ class AesVariant:
     charge: Charge = "thinking"
 
     def __post_init__(self) -> None:
-        if self.charge not in ("thinking", "compute"):
-            raise ValueError(f"charge is {self.charge!r}; it must be 'thinking' or 'compute'")
+        check_choice("AesVariant", "charge", self.charge, get_args(Charge))
 
     @property
     def label(self) -> str:
         """Such as "absolute, α=1, β=3, γ=5"."""
         kind = "relative" if self.relative else "absolute"
-        length = ", of compute" if self.charge == "compute" else ""
+        length = "" if self.charge == "thinking" else f", of {self.charge}"
         return f"{kind}, α={self.alpha:g}, β={self.beta:g}, γ={self.gamma:g}{length}"
 
     def __call__(

@@ -100,6 +100,7 @@ class SampleRow:
         seconds: its share of the batch's time.
         natural_correct: grade of the answer after the trace's own end; None where there is none.
         flops: floating-point operations of all that was computed for it, by arithmetic.
+        rethinks: of its record.
     """
 
     tokens: int
@@ -111,6 +112,7 @@ class SampleRow:
     seconds: float = 0.0
     natural_correct: float | None = None
     flops: float = 0.0
+    rethinks: int = 0
 
 
 def read_journal(path: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], list[SampleRow]]:
@@ -248,11 +250,15 @@ def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
         return np.array([vars(row)[name] for row in of], np.float64)
 
     correct, full_correct = column("correct"), column("correct", full)
+    stopped = np.array([row.reason not in ("natural", "cap") for row in rows], np.float64)
     return Outcome(
         correct=correct,
         helped=correct * (1.0 - full_correct),
         harmed=(1.0 - correct) * full_correct,
         truncated=np.array([row.reason == "cap" for row in rows], np.float64),
+        stopped=stopped,
+        stopped_answer=stopped * column("answer_tokens"),
+        rethought=stopped * (column("rethinks") > 0),
         **{
             name: column(name)
             for name in ("tokens", "answer_tokens", "probe_tokens", "seconds", "flops")
@@ -405,6 +411,7 @@ class Generator:
                 correct=self._grade(answer, asked[i]),
                 reason=reason,
                 probe_tokens=records[i].probe_tokens,
+                rethinks=records[i].rethinks,
                 natural_correct=self._grade(self.task.read_free(self._text(graded)), asked[i])
                 if graded
                 else None,

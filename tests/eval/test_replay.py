@@ -80,7 +80,7 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
         right[0, :wins], right[1, 20:] = 1, 1
         nothing = np.zeros(40)
         short, long = (
-            Outcome(row, np.full(40, k + 1.0), *[nothing] * 7) for k, row in enumerate(right)
+            Outcome(row, np.full(40, k + 1.0), *[nothing] * 10) for k, row in enumerate(right)
         )
         rules = [
             Rule("chosen", outcome, k, validation=(on_validation,))
@@ -265,6 +265,22 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     assert more["reward@1e-2"] == pytest.approx(more["accuracy"] - 0.01 * price * (150 + first))
     assert less["aes"] - more["aes"] == pytest.approx(50 / (100 + full.mean_tokens))
     assert more["aes_label"] == "absolute, α=1, β=3, γ=5, of compute"
+    # Thinking and answer together, which an answer that thinks on makes longer.
+    both_paid = AesVariant(charge="generated")
+    index = table.problem_index
+    (one,) = summarise([free], full, index, variant=both_paid, prices=(1e-2,))
+    outcome, whole = free.outcome, full.with_answers()
+    spent = outcome.mean_tokens + outcome.answer_tokens.mean()
+    assert one["reward@1e-2"] == pytest.approx(outcome.accuracy - 0.01 * spent)
+    scored = both_paid(outcome.accuracy, spent, full.accuracy, whole.mean_tokens)
+    assert one["aes"] == pytest.approx(float(scored))
+    early = table.last > 0
+    after = table.answer_tokens[early, 0].mean()
+    assert one["answer_after_stop"] == pytest.approx(after)
+    ends = table.answer_tokens[~early, 0]
+    assert one["answer_after_end"] == pytest.approx(
+        ends.mean() if len(ends) else np.nan, nan_ok=True
+    )
     both = Resampled([free, paid], full, table.problem_index)
     between = both.differences(0, [1], variant).loc[0]
     assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
@@ -274,7 +290,7 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
         summarise(
             [Rule("full", full)], replay_full(uncounted), uncounted.problem_index, variant=variant
         )
-    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'compute'"):
+    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'generated'"):
         AesVariant(charge="money")  # type: ignore[arg-type]
 
 
