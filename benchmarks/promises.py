@@ -10,6 +10,13 @@ measured loss is small enough; "betting" and "exact" are those of `ospruner cali
 "sample" and in mode "threshold"; "one end" tests from price 0 alone. A choice is broken where the
 price loses more on all problems. `--lost-at-zero 0.01` takes away every hundredth right answer at
 price 0, and there alone.
+
+    python benchmarks/promises.py --drift 0.12
+
+asks instead how soon a server could see that its traffic has drifted, without references. Of its
+control requests, which never stop, the answer forced where the policy would have stopped is held
+against the answer at the end. Up to this share may disagree (what the calibration saw, and the
+promise); an alarm (`alarms`) is raised where more do. Streams of 20,000 requests drift half-way.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from ospruner.comparing import Judged
 from ospruner.eval.calibration import Test, boldest_kept, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay_full
-from ospruner.eval.table import FloatArray, IntArray
+from ospruner.eval.table import BoolArray, FloatArray, IntArray
 
 LEVEL = 0.05
 
@@ -60,6 +67,54 @@ CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]
     "exact": ("threshold", partial(two_ends, "exact")),
 }
 """By name: the mode in which the policy decides, and how a price is chosen."""
+
+
+DRIFTS, CONTROLS = (0.0, 0.02, 0.05, 0.10), (0.02, 0.05, 0.2, 1.0)
+EXCESSES = np.array([0.02, 0.05, 0.1, 0.2])
+
+
+def alarms(disagrees: BoolArray, allowed: float, level: float = LEVEL) -> IntArray:
+    """(C,) how many answers an e-process has seen when it alarms; n + 1 where it does not.
+
+    A capital that starts at answer s bets against "at most `allowed` disagree": it is multiplied by
+    1 + b (x - allowed), b = excess / (allowed (1 - allowed)). The mean over `EXCESSES`, and over
+    starts weighted 1 / (s (s + 1)), is a supermartingale from 1 under the null: whatever the
+    stream's length, it reaches 1 / level with probability `level` at most (Ville). Starts at any
+    time are why what was in order for long does not hide a drift.
+
+    Args:
+        disagrees: (C, n) whether the two answers of each control request of C streams differ.
+        allowed: the share of the null, in (0, 1).
+        level: the chance of a false alarm, ever.
+    """
+    streams, n = disagrees.shape
+    bets = EXCESSES / (allowed * (1 - allowed))
+    capital, found = np.zeros((streams, len(bets))), np.full(streams, n + 1)
+    for s in range(1, n + 1):
+        factors = 1 + bets * (disagrees[:, s - 1, None] - allowed)
+        capital = (capital + 1 / (s * (s + 1))) * factors
+        reached = capital.mean(axis=1) + 1 / (s + 1) >= 1 / level
+        found = np.where(reached & (found > n), s, found)
+    return found
+
+
+def measure_drifts(allowed: float, streams: int, seed: int, requests: int = 20_000) -> pd.DataFrame:
+    """False alarms where just so many disagree, and alarms after drifts half-way, by control."""
+    table = pd.DataFrame(dtype=object)
+    for control, drift in itertools.product(CONTROLS, DRIFTS):
+        n = round(control * requests)
+        shares = allowed + drift * (np.arange(n) >= n // 2)
+        draws = np.random.default_rng([seed, n, round(1e3 * drift)]).random((streams, n))
+        late = (alarms(draws < shares, allowed) - n // 2) / control
+        if not drift:
+            told = f"{100 * (late <= requests / 2).mean():.1f} %"
+        else:
+            seen = late[(late > 0) & (late <= requests / 2)]
+            median = f", after {np.median(seen):,.0f}" if len(seen) else ""
+            told = f"{100 * len(seen) / streams:.0f} %{median}"
+        name = f"drift of {100 * drift:g} points" if drift else "false alarms"
+        table.loc[f"control {control:g}", name] = told
+    return table
 
 
 def measure(
@@ -113,7 +168,14 @@ def main() -> None:
     parser.add_argument("--max-loss", type=float, nargs="+", default=[0.01, 0.02, 0.03])
     parser.add_argument("--resamples", type=int, default=1000, help="calibrations each")
     parser.add_argument("--lost-at-zero", type=float, default=0.0, help="share of problems")
+    parser.add_argument("--drift", type=float, help="share of answers that may disagree")
     args = timing.parse(parser)
+    if args.drift is not None:
+        table = measure_drifts(args.drift, args.resamples, args.seed)
+        print(f"{args.resamples} streams: alarms, and requests from the drift on (median)")
+        print(table.to_string())
+        timing.print_last_line(table.to_dict("index"), args.json)
+        return
     limits, asked = args.max_loss, (args.resamples, args.seed, args.lost_at_zero)
     found = measure(args.policy, args.labels, args.problems, limits, *asked)
     print(f"{found['population']} problems; tokens saved % (word broken %)")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Calibration:
             wrong; None where the labels hold none at all.
         enough: where none passed, about how many problems would do for the most careful setting;
             None where that one loses too much.
+        efforts: what was found for each effort, as `OSPrunerConfig` holds it; None for a rule.
     """
 
     value: float | None
@@ -67,6 +68,7 @@ class Calibration:
     full_accuracy: float
     natural_accuracy: float | None
     enough: int | None = None
+    efforts: dict[str, dict[str, Any]] | None = None
 
     def told(self, max_loss: float, confidence: float) -> str:
         """The finding in words."""

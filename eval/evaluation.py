@@ -17,7 +17,7 @@ import pandas as pd
 
 from .intervals import REPLICATES, Rule, bootstrap_interval, estimate, resampled_means
 from .methods import FRONTIER, ORACLE
-from .metrics import AES_ABSOLUTE, AesVariant, reduction, reward
+from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
 from .replay import Outcome
 from .results import NAMED, Results, best_rows, frame_of, main_rows
 from .table import FloatArray, IntArray, TraceTable
@@ -196,25 +196,32 @@ def _numbers(
 ) -> Numbers:
     """The numbers of a frame's row from a rule's means and those of the full traces."""
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
+    paid, base = generated, of_full
+    if variant.charge != "generated":
+        base = full["tokens"]
+        paid = charged_tokens(variant.charge, own["tokens"], own["flops"], base, full["flops"])
+    with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
+        after_stop = own["stopped_answer"] / own["stopped"]
+        after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
     return {
         "accuracy": own["correct"],
         "tokens": own["tokens"],
         "reduction": reduction(own["tokens"], full["tokens"]),
-        "aes": variant(own["correct"], own["tokens"], full["correct"], full["tokens"]),
+        "aes": variant(own["correct"], paid, full["correct"], base),
         **{
             name: own[name]
             for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
         },
+        "answer_after_stop": np.where(own["stopped"] > 0, after_stop, np.nan),
+        "answer_after_end": np.where(own["stopped"] < 1, after_end, np.nan),
+        "rethought": own["rethought"],
         "generated_tokens": generated,
         "total_reduction": reduction(generated, of_full),
         "time_ratio": own["seconds"] / full["seconds"],
         "tokens_per_second": generated / own["seconds"],
         "flops": own["flops"],
         "flops_ratio": own["flops"] / full["flops"],
-        **{
-            f"reward@{price_name(price)}": reward(own["correct"], own["tokens"], price)
-            for price in prices
-        },
+        **{f"reward@{price_name(price)}": reward(own["correct"], paid, price) for price in prices},
     }
 
 

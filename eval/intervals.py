@@ -86,6 +86,8 @@ class Chosen:
             seed: of the resamples of problems, and of training seeds, which are those of the test.
         """
         blocks = [(self.base,), *(rule.validation for rule in self.candidates)]
+        if self.variant.charge == "generated":
+            blocks = [tuple(one.with_answers() for one in block) for block in blocks]
         points = resampled_points(blocks, self.problem_index, replicates, seed, validation=True)
         (tokens, base_tokens), (accuracy, base_accuracy) = (
             (points[:, 1:, k], points[:, :1, k]) for k in (0, 1)

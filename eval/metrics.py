@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from modeling_ospruner.configuration_ospruner import check_choice
+
 from .table import FloatArray
+
+Charge = Literal["thinking", "generated", "compute"]
+"""What a rule pays for: thinking tokens (the paper), the answer's, too, or all that it computes."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +30,25 @@ class AesVariant:
         beta: weight of a gain in accuracy.
         gamma: weight of a loss in accuracy.
         relative: the accuracy difference is divided by the baseline's accuracy.
+        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper,
+            those of thinking and answer ("generated"), or "compute" (`charged_tokens`).
     """
 
     alpha: float = 1.0
     beta: float = 3.0
     gamma: float = 5.0
     relative: bool = False
+    charge: Charge = "thinking"
+
+    def __post_init__(self) -> None:
+        check_choice("AesVariant", "charge", self.charge, get_args(Charge))
 
     @property
     def label(self) -> str:
         """Such as "absolute, α=1, β=3, γ=5"."""
         kind = "relative" if self.relative else "absolute"
-        return f"{kind}, α={self.alpha:g}, β={self.beta:g}, γ={self.gamma:g}"
+        length = "" if self.charge == "thinking" else f", of {self.charge}"
+        return f"{kind}, α={self.alpha:g}, β={self.beta:g}, γ={self.gamma:g}{length}"
 
     def __call__(
         self,
@@ -78,6 +91,40 @@ AES_ABSOLUTE = AesVariant()
 
 AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 """The variant that the paper's text (section 5) prints."""
+
+
+def charged_tokens(
+    charge: Charge,
+    tokens: npt.ArrayLike,
+    flops: npt.ArrayLike,
+    base_tokens: npt.ArrayLike,
+    base_flops: npt.ArrayLike,
+) -> FloatArray:
+    """The length that AES and rewards see; arrays broadcast.
+
+    With "compute" it is the thinking tokens of a full trace, scaled by what the rule computes over
+    what the full trace does: the full trace pays the same either way; prices keep their meaning.
+
+    Args:
+        charge: what is paid for.
+        tokens: mean thinking tokens.
+        flops: mean operations; NaN where not counted.
+        base_tokens: the full trace's mean thinking tokens.
+        base_flops: the full trace's mean operations.
+
+    Raises:
+        ValueError: "compute" where operations were not counted.
+    """
+    if charge == "thinking":
+        return np.asarray(tokens, np.float64)
+    ratio = np.asarray(flops, np.float64) / np.asarray(base_flops, np.float64)
+    if np.isnan(ratio).any():
+        raise ValueError(
+            "charge is 'compute', but what these rules compute was not counted: evaluate again "
+            "with this version of ospruner, or charge 'thinking'"
+        )
+    result: FloatArray = ratio * np.asarray(base_tokens, np.float64)
+    return result
 
 
 def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:

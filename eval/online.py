@@ -95,6 +95,7 @@ class SampleRow:
         reason: "policy", "budget", "natural", or "cap".
         probe_tokens: what the rule spent on deciding.
         seconds: its share of the batch's time.
+        rethinks: of its record.
     """
 
     tokens: int
@@ -104,6 +105,7 @@ class SampleRow:
     reason: str
     probe_tokens: int = 0
     seconds: float = 0.0
+    rethinks: int = 0
 
 
 def read_journal(path: Path) -> dict[tuple[str, int], list[SampleRow]]:
@@ -224,11 +226,15 @@ def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
         return np.array([vars(row)[name] for row in of], np.float64)
 
     correct, full_correct = column("correct"), column("correct", full)
+    stopped = np.array([row.reason not in ("natural", "cap") for row in rows], np.float64)
     return Outcome(
         correct=correct,
         helped=correct * (1.0 - full_correct),
         harmed=(1.0 - correct) * full_correct,
         truncated=np.array([row.reason == "cap" for row in rows], np.float64),
+        stopped=stopped,
+        stopped_answer=stopped * column("answer_tokens"),
+        rethought=stopped * (column("rethinks") > 0),
         **{name: column(name) for name in ("tokens", "answer_tokens", "probe_tokens", "seconds")},
         flops=np.full(len(rows), np.nan),  # replay counts them, here seconds are measured
     )
@@ -364,6 +370,7 @@ class Generator:
                 correct=self.task.grade(answer or None, asked[i].problem) or 0.0,
                 reason=reason,
                 probe_tokens=records[i].probe_tokens,
+                rethinks=records[i].rethinks,
             )
 
     def _forked(

@@ -7,7 +7,7 @@ summarises outcomes; `online` makes its own by generating, and they are summaris
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,9 @@ class Outcome:
             is forced before them, what a verifier reads); reported, charged in `flops` alone.
         seconds: (N,) wall-clock time; NaN where it was not measured.
         flops: (N,) floating-point operations of all that was computed; NaN where not counted.
+        stopped: (N,) whether it was stopped before its own end.
+        stopped_answer: (N,) answer tokens where it was; 0 elsewhere.
+        rethought: (N,) whether an answer after a stop thinks on; NaN where that was not looked at.
     """
 
     correct: FloatArray
@@ -42,6 +45,9 @@ class Outcome:
     probe_tokens: FloatArray
     seconds: FloatArray
     flops: FloatArray
+    stopped: FloatArray
+    stopped_answer: FloatArray
+    rethought: FloatArray
 
     def __len__(self) -> int:
         return len(self.correct)
@@ -55,6 +61,10 @@ class Outcome:
     def mean_tokens(self) -> float:
         """Mean thinking tokens over traces."""
         return float(self.tokens.mean())
+
+    def with_answers(self) -> Outcome:
+        """The same, where the tokens are those of thinking and answer."""
+        return replace(self, tokens=self.tokens + self.answer_tokens)
 
     def columns(self) -> FloatArray:
         """(N, K) the fields side by side, in the order of their definition."""
@@ -155,6 +165,7 @@ def _outcome(
     """What columns (N, T) come to where traces stop, or are expected to."""
     correct, full = at_stop(table.correct), table.full_correct
     ends = np.arange(table.mask.shape[1]) == table.last[:, None]
+    unknown = np.full(len(table), np.nan)
     flops = table.flops
     if flops is not None and probe_flops is not None:
         flops = flops + probe_flops
@@ -165,8 +176,11 @@ def _outcome(
         "harmed": (1.0 - correct) * full,
         "truncated": at_stop(ends & table.capped[:, None]),
         "probe_tokens": at_stop(np.zeros(ends.shape) if probe_tokens is None else probe_tokens),
-        "seconds": np.full(len(table), np.nan),
-        "flops": np.full(len(table), np.nan) if flops is None else at_stop(flops),
+        "seconds": unknown,
+        "flops": unknown if flops is None else at_stop(flops),
+        "stopped": at_stop(~ends),
+        "stopped_answer": at_stop(np.where(ends, 0, table.answer_tokens)),
+        "rethought": unknown,
     }
     return Outcome(correct, **{name: one.astype(np.float64) for name, one in columns.items()})
 

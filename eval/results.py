@@ -128,6 +128,9 @@ class Results:
         answer_tokens   mean tokens of the forced answer
         helped, harmed  share of traces right under the rule and wrong in full, and the other way
         truncated       share of traces cut at the token cap
+        answer_after_stop, answer_after_end    of these, of the answers after a stop, and after the
+                        trace's own end; NaN where there are none
+        rethought       share of traces whose answer thinks on after a stop; NaN where not looked at
         probe_tokens    mean tokens read or generated to decide, charged in `flops`
         generated_tokens, total_reduction    of thinking and answer together
         time_ratio, tokens_per_second        wall-clock, the first over that of the full trace

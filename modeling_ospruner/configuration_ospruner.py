@@ -31,6 +31,10 @@ CALIBRATION_FIELDS = (
     *("mode", "threshold", "price"),  # at which settings
     *("loss", "tokens_saved", "problems", "test", "data_hash", "traffic"),  # how it was measured
 )
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""What clients call how much thinking they want, from little to all."""
+
+EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
 # What transformers itself writes into a configuration file, or passes beside the fields.
 _TRANSFORMERS_KEYS = {
     *("_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal"),
@@ -110,6 +114,9 @@ class OSPrunerConfig(PreTrainedConfig):
             labels name it; None for mathematics.
         calibrations: what `ospruner calibrate` promised, one object a promise with the fields of
             `CALIBRATION_FIELDS`; None for none.
+        efforts: by a name of `EFFORTS` the setting that a server takes for it, and what that does
+            on the labels of `ospruner calibrate`: mean thinking tokens, their share of the full
+            traces', the accuracy lost. None where it was not calibrated.
         ospruner_version: of the package that saved the configuration.
     """
 
@@ -133,6 +140,7 @@ class OSPrunerConfig(PreTrainedConfig):
     reasoning_format: dict[str, Any] | None = None
     task: dict[str, Any] | None = None
     calibrations: list[dict[str, Any]] | None = None
+    efforts: dict[str, dict[str, Any]] | None = None
     ospruner_version: str | None = None
     tie_word_embeddings: bool = False
 
@@ -200,7 +208,7 @@ class OSPrunerConfig(PreTrainedConfig):
             ("text_config", PreTrainedConfig | None),
             ("base_model_name_or_path method", str),
             ("base_revision ospruner_version", str | None),
-            ("reasoning_format task", dict | None),
+            ("reasoning_format task efforts", dict | None),
             ("calibrations", list | None),
         ):
             for name in names.split():
@@ -216,16 +224,21 @@ class OSPrunerConfig(PreTrainedConfig):
             )
         if self.prices is not None:
             self.prices.check(owner, self.price)
-        for one in self.calibrations or []:
-            if not set(CALIBRATION_FIELDS) <= set(one):
+        efforts = self.efforts or {}
+        for name in efforts:
+            check_choice(f"{owner}: efforts", "a name", name, EFFORTS)
+        promises = [("calibrations", CALIBRATION_FIELDS, one) for one in self.calibrations or []]
+        settings = [("efforts", EFFORT_FIELDS, one) for one in efforts.values()]
+        for held, known, one in promises + settings:
+            if not set(known) <= set(one):
                 raise ValueError(
-                    f"{owner}: calibrations holds {shown(one)}; each must have the fields "
-                    f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
+                    f"{owner}: {held} holds {shown(one)}; each must have the fields "
+                    f"{', '.join(known)}: make it again with `ospruner calibrate`"
                 )
-            check_choice(f"{owner}: calibrations", "mode", one["mode"], MODES)
-            for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price"):
-                if one[name] is not None:
-                    check_number(f"{owner}: calibrations", name, one[name], 0, 1)
+            check_choice(f"{owner}: {held}", "mode", one["mode"], MODES)
+            for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price", "share"):
+                if one.get(name) is not None:
+                    check_number(f"{owner}: {held}", name, one[name], 0, 1)
 
     @property
     def prices(self) -> PriceRange | None:

@@ -32,6 +32,7 @@ _CALL_OPENING = re.compile(
     r"(?i:<(?:[^/<>\s'\"]*[^a-z0-9/])?(?:tool|function)[\W_]?calls?"
     r"(?:[\W_](?:section_)?(?:begin|start))?[^\w\s<>/]*>)|\[TOOL_CALLS\]|<\|python_tag\|>"
 )
+_DOUBTS = ("Wait", "Hmm", "Hm", "Alternatively", "Actually")  # that begin a sentence
 # Stored where they say something.
 _OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args", "step_tokens")
 # Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
@@ -592,6 +593,16 @@ class TokenFormat:
         if found.intersection(self.closing_ids):
             found = found | self.added_ids.intersection(self.closing_ids)
         return tuple(sorted(found.difference(self.think_end_ids)))
+
+    @cached_property
+    def rethinking_ids(self) -> frozenset[int]:
+        """Ids with which an answer thinks on: words of doubt, and the thinking's markers.
+
+        In a turn of several messages, where markers end an answer, too, the words alone.
+        """
+        markers = () if self.channels is not None else (*self.reentry_ids, *self.think_end_ids)
+        doubts = (i for i, text in enumerate(self.texts) if text.strip() in _DOUBTS)
+        return frozenset((*markers, *doubts))
 
     @property
     def answer_end_ids(self) -> tuple[int, ...]:

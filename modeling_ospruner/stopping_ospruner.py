@@ -235,6 +235,8 @@ class StopRecord:
         nan_steps: steps at which the policy or rule gave NaN, which means "continue".
         signals: what another rule measured at each step end; NaN where it did not measure.
         probe_tokens: tokens that a rule spent on trial answers: forced ones and the answers' own.
+        answer_tokens: tokens after the thinking's end and what was forced there, with the last one.
+        rethinks: tokens of the answer with which it thinks on (`TokenFormat.rethinking_ids`).
     """
 
     step_ends: list[int] = field(default_factory=list)
@@ -245,6 +247,8 @@ class StopRecord:
     nan_steps: int = 0
     signals: list[float] = field(default_factory=list)
     probe_tokens: int = 0
+    answer_tokens: int = 0
+    rethinks: int = 0
 
 
 class Phase(Enum):
@@ -303,7 +307,6 @@ class StopRow:
         self._box: BoxState | MarkerState | None = None
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._masked = False
-        self._answer_tokens = 0
         self._answered = False
         self._last: int | None = None
 
@@ -344,7 +347,7 @@ class StopRow:
     @property
     def stoppable_tokens(self) -> int:
         """How many of its last tokens are its answer, in which a stop string ends it."""
-        answered = self._boundary.answer_tokens if self.may_reopen else self._answer_tokens
+        answered = self._boundary.answer_tokens if self.may_reopen else self.record.answer_tokens
         return self._length if self._whole else answered
 
     def push(self, token: int) -> bool:
@@ -359,11 +362,13 @@ class StopRow:
                 self.phase = Phase.ANSWER
         elif self.phase is Phase.ANSWER:
             if self.may_reopen and not (self._boundary.push(token) or self._boundary.ended):
-                self.phase, self.record.reason, self._answer_tokens = Phase.THINKING, "length", 0
+                self.phase, self.record.reason = Phase.THINKING, "length"
+                self.record.answer_tokens = self.record.rethinks = 0
                 return False
-            self._answer_tokens += 1
+            self.record.answer_tokens += 1
+            self.record.rethinks += token in self._plan.token_format.rethinking_ids
             closed = self._box is not None and self._box.push(token)
-            full = self._answer_tokens == self._plan.settings.max_answer_tokens
+            full = self.record.answer_tokens == self._plan.settings.max_answer_tokens
             self._answered |= closed or full or token in self._end_ids
             if self._answered and self._length >= self._plan.least_tokens:
                 self.phase = Phase.DONE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import ModelCard
 
-from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
+from modeling_ospruner.configuration_ospruner import (
+    EFFORTS,
+    MODES,
+    PriceRange,
+    check_choice,
+    check_number,
+)
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.comparing import Judged
 from ospruner.durable import replace_file
@@ -22,7 +29,7 @@ from ospruner.eval.measured import measure
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.sources import text_key
-from ospruner.eval.replay import Outcome, replay, stop_weights
+from ospruner.eval.replay import Outcome, replay, replay_full, stop_weights
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
@@ -31,10 +38,13 @@ from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
-__all__ = ["PRICE_THRESHOLD", "calibrate", "tried"]
+__all__ = ["PRICE_THRESHOLD", "SHARES", "calibrate", "tried"]
 
 PRICE_THRESHOLD = 0.5
 """The stop probability at which a policy of every price is indifferent."""
+
+SHARES = dict(zip(EFFORTS, (0.25, 0.5, 0.7, 0.85, 0.95, 1.0), strict=True))
+"""Of the full traces' thinking tokens, what each effort may take."""
 
 
 def calibrate(
@@ -49,9 +59,14 @@ def calibrate(
     device: str | None = None,
     states: str | Path | None = None,
     looks: int = 1,
+    efforts: Mapping[str, float] | None = None,
     progress: Progress = silent,
 ) -> Calibration:
     """Finds the boldest setting that keeps a promise, and stores it in the policy's folder.
+
+    Beside it the settings that a server takes for `reasoning_effort` are found and stored: of those
+    that were tried, for each effort the most careful one that takes no more than its share of the
+    full traces' tokens, or else the boldest.
 
         ospruner.calibrate("policy", labels["validation"], max_loss=0.02)
 
@@ -76,16 +91,23 @@ def calibrate(
         device: on which it computes; None for the best.
         states: folder in which the trunk's states are kept.
         looks: how often in all growing labels are calibrated on; see `eval.calibration.calibrate`.
+        efforts: by a name of `EFFORTS`, its share of the full traces' thinking tokens, in place of
+            that in `SHARES`.
         progress: called with phases "trunk" and "policies".
 
     Returns:
-        What was found; `value` is None where no setting keeps the promise, and nothing is stored.
+        What was found; `value` is None where no setting keeps the promise, and none is stored.
 
     Raises:
         ValueError: no policy there or another base's, problems that it was trained on, labels of
-            free answers, settings in another order, or mode "sample" of a policy of one price.
+            free answers, settings in another order, mode "sample" of a policy of one price, or an
+            effort or share that is none.
     """
     check_choice("calibrate", "mode", mode, MODES)
+    shares = SHARES | dict(efforts or {})
+    for name, share in shares.items():
+        check_choice("calibrate", "an effort", name, EFFORTS)
+        check_number("calibrate", f"the share of effort {name}", share, 0, 1)
     if not isinstance(policy, str | Path):
         return _of_rule(Family.of(policy), values, labels, max_loss, confidence, mode)
     if is_rule(str(policy)) and not Path(policy).is_dir():
@@ -108,21 +130,37 @@ def calibrate(
     table, outcomes = tried(ours, use, mode, values)
     salt = f"{file_hash(folder / WEIGHTS)}/{ours.labels.data_hash}"
     found = boldest(table, outcomes, max_loss, confidence, salt=salt, looks=looks)
+    said = ours.predicted(use.path)
+
+    def settings(value: float) -> dict[str, Any]:
+        """What is stored of a value."""
+        threshold = _setting(said, known, mode, value)[1]
+        return {"mode": mode, "threshold": threshold, "price": None if known is None else value}
+
+    promise = None
     if found.value is not None:
-        said = ours.predicted(use.path)
-        pi, threshold = _setting(said, known, mode, found.value)
-        promise = {
+        facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
+        promise = {name: vars(found)[name] for name in facts} | {
             "max_loss": max_loss,
             "confidence": confidence,
-            "mode": mode,
-            "threshold": threshold,
-            "price": None if known is None else found.value,
+            **settings(found.value),
             "data_hash": ours.labels.data_hash,
-            "traffic": _traffic(table, said, pi, threshold),
+            "traffic": _traffic(table, said, *_setting(said, known, mode, found.value)),
         }
-        facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
-        _store(folder, {name: vars(found)[name] for name in facts} | promise)
-    return found
+    full, dial = replay_full(table), dict[str, dict[str, Any]]()
+    for name in EFFORTS:
+        value, outcome = _within(outcomes, shares[name] * full.mean_tokens)
+        share, loss = outcome.mean_tokens / full.mean_tokens, full.accuracy - outcome.accuracy
+        measured = {"tokens": outcome.mean_tokens, "share": share, "loss": loss}
+        dial[name] = settings(value) | {key: round(one, 4) for key, one in measured.items()}
+    _store(folder, promise, dial)
+    return replace(found, efforts=dial)
+
+
+def _within(outcomes: Sequence[tuple[float, Outcome]], tokens: float) -> tuple[float, Outcome]:
+    """The most careful setting that takes no more thinking tokens; else the boldest."""
+    taken = (one for one in outcomes if one[1].mean_tokens <= tokens)
+    return next(taken, outcomes[-1])
 
 
 def tried(
@@ -250,19 +288,23 @@ def _traffic(
     }
 
 
-def _store(folder: Path, promise: Mapping[str, Any]) -> None:
-    """Puts a promise into the policy's configuration, in the place of an earlier equal one.
+def _store(
+    folder: Path, promise: Mapping[str, Any] | None, efforts: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Puts efforts, and a promise in the place of an earlier equal one, into the configuration.
 
     The card, which states it, is written anew; its licence stays.
     """
     path, card = folder / "config.json", folder / CARD_FILE
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    others = [
-        one
-        for one in config.get("calibrations") or []
-        if any(one[name] != promise[name] for name in ("max_loss", "confidence"))
-    ]
-    config["calibrations"] = sorted([*others, promise], key=lambda one: one["max_loss"])
+    config["efforts"] = efforts
+    if promise is not None:
+        others = [
+            one
+            for one in config.get("calibrations") or []
+            if any(one[name] != promise[name] for name in ("max_loss", "confidence"))
+        ]
+        config["calibrations"] = sorted([*others, promise], key=lambda one: one["max_loss"])
     replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     told = ModelCard.load(card).data.to_dict() if card.is_file() else {}
     license = {key: value for key, value in told.items() if key.startswith("license")}

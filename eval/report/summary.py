@@ -19,6 +19,11 @@ COSTS = (
     Column("probe\ntokens", "probe_tokens", digits=1),
     Column("cut at\ncap %", "truncated", 100, 1),
 )
+ANSWERS = (
+    Column("answer after\nstop", "answer_after_stop", digits=1),
+    Column("after own\nend", "answer_after_end", digits=1),
+    Column("thinks\non %", "rethought", 100, 1),
+)
 SAVED = Column("all tokens\nsaved %", "total_reduction", 100, 1)
 TIME = (Column("time over\nfull", "time_ratio", digits=2), Column("tokens/s", "tokens_per_second"))
 DIFFERENCES = (
@@ -109,21 +114,23 @@ def results_table(frame: pd.DataFrame, title: str = "") -> Table:
     )
 
 
-def cost_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
+def cost_tables(frame: pd.DataFrame) -> list[Table]:
     """What the main table leaves out of the rules, within 80 columns.
 
     Returns:
-        Help and harm, answers, probes and caps; rewards at each price, and time where measured.
+        Help and harm, answers, probes and caps; answers after a stop and after the trace's own end,
+        where both are known; rewards at each price, and time where measured.
     """
     rules = frame[frame["kind"] == "rule"]
     timed = not rules["time_ratio"].isna().all()
     columns = [SAVED, *price_columns(rules, "reward", 1, 3), *(TIME if timed else ())]
     caption = "" if timed else "Wall-clock: not measured in this mode"
     title = "Rewards and time" if timed else "Rewards"
-    return (
-        Table.of(rules, COSTS, title="Changed answers and further tokens"),
-        Table.of(rules, columns, caption=caption, title=title),
-    )
+    tables = [Table.of(rules, COSTS, title="Changed answers and further tokens")]
+    if "answer_after_end" in rules and rules["answer_after_stop"].notna().any():
+        told = "An answer that thinks on opens or closes a thinking again, or begins with a doubt"
+        tables.append(Table.of(rules, ANSWERS, caption=told, title="Thinking after the cut"))
+    return [*tables, Table.of(rules, columns, caption=caption, title=title)]
 
 
 def differences_table(frame: pd.DataFrame) -> Table:

@@ -243,6 +243,7 @@ def compare(
     """Compare policies and rules on labels, exactly; or by generating."""
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
+    from ospruner.eval.metrics import AesVariant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.paper import print_comparison
     from ospruner.eval.report.summary import print_results
@@ -262,6 +263,7 @@ def compare(
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
     said["prices"] = parse_prices(prices)
     said["rewards_at"] = parse_prices(str(said.pop("rewards_at", ""))) or None
+    said["variant"] = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target
     with _bars("compare") as bars:
@@ -291,11 +293,20 @@ def calibrate(
     from ospruner.calibrating import calibrate
 
     said = {"confidence": 0.95, "mode": "threshold", **fields_of(context, CALIBRATING)}
-    values = said.pop("values", None)
+    values, efforts = said.pop("values", None), said.pop("efforts", None)
     tried = tuple(_number(text) for text in values.split(",")) if values else None
+    said["efforts"] = None if efforts is None else _by_effort(efforts)
     with _bars("calibrate") as bars:
         found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
     console.print(found.told(max_loss, said["confidence"]), highlight=False)
+    if found.efforts is not None:
+        columns = ("effort", "price", "threshold", "thinking tokens", "of the full traces' %")
+        table = Table(*columns, "points lost", title="What a server takes for reasoning_effort")
+        for name, one in found.efforts.items():
+            settings = ("" if one[key] is None else f"{one[key]:g}" for key in columns[1:3])
+            share, loss = 100 * one["share"], 100 * one["loss"]
+            table.add_row(name, *settings, f"{one['tokens']:.0f}", f"{share:.0f}", f"{loss:.1f}")
+        console.print(table)
     kept = {name: said[name] for name in ("confidence", "mode")}
     _write({"max_loss": max_loss, **kept, **asdict(found)}, json_file)
     if found.value is None:
@@ -316,7 +327,8 @@ def serve(
     """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
     settings: dict[str, Any] = {"stop_policy": not opt_in}
     for name, value in fields_of(context, SERVING).items():
-        settings[name if name.endswith("_tokens") else f"stop_{name}"] = value
+        key = name if name.endswith("_tokens") else f"stop_{name}"
+        settings[key] = _by_effort(value) if name == "efforts" else value
     if engine == "sglang":
         from ospruner.serving.sglang.sglang_server import serve_sglang
 
@@ -499,11 +511,19 @@ def _write(numbers: Any, file: Path | None) -> None:
         file.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
 
 
-def _number(text: str) -> float:
+def _number(text: str, option: str = "--values", example: str = ".9,.8,.7") -> float:
     try:
         return float(text)
     except ValueError:
-        raise typer.BadParameter(f"--values: {text!r} is no number; write .9,.8,.7") from None
+        raise typer.BadParameter(f"{option}: {text!r} is no number; write {example}") from None
+
+
+def _by_effort(text: str) -> dict[str, float]:
+    """Numbers by effort; none for an empty text."""
+    pairs = (one.partition("=") for one in text.split(",") if one)
+    return {
+        name.strip(): _number(number, "--efforts", "low=.5,medium=.7") for name, _, number in pairs
+    }
 
 
 def _print_labels(out: Path, json_file: Path | None) -> None:

@@ -38,6 +38,7 @@ class Comparing:
     model: str | None = _opt("What tables call the base.")
     benchmark: str | None = _opt("What tables call the problems.")
     rewards_at: str = _opt("Prices of a token for rewards and gaps: 5e-4,1e-4.", "")
+    charge: str = _opt("What AES and rewards count: thinking, generated, compute.", "thinking")
     train: str | None = _opt("Labels on which to fit LearnStop.")
     replicates: int = _opt("Resamples of the frontiers' intervals.", 2000)
 
@@ -52,6 +53,7 @@ class Calibrating:
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
     states: str | None = _opt(_STATES)
+    efforts: str | None = _opt("Shares of the full traces' tokens: low=.5,medium=.7")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +68,5 @@ class Serving:
     wind_down: str | None = _opt("A sentence forced before the closing.")
     min_thinking_tokens: int | None = _opt("No stop before so many tokens.")
     max_thinking_tokens: int | None = _opt("Stop at the first step end from here on.")
+    efforts: str | None = _opt("Prices of reasoning_effort, or thresholds: low=5e-4; '' for none.")
     control: float = _opt("Share of requests that never stop, to measure savings against.", 0.0)

@@ -54,6 +54,7 @@ class ServedRow:
         taken: tokens of prompt and text that `row` has taken in.
         complete: whether its answer is, by a token that does not end a text.
         counted: whether the end of its thinking has been told.
+        told: of its record's answer, how many tokens and rethinks have been told.
         said: what the policy has said at step ends, by `taken`.
     """
 
@@ -69,7 +70,7 @@ class ServedRow:
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}
-        self.counted = False
+        self.counted, self.told = False, (0, 0)
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
@@ -143,6 +144,7 @@ class RowCore:
         defaults: StopRequest,
         seed: int,  # for the draws of requests without one
         on_end: Callable[[ServedRow], None] | None = None,  # called once, when thinking has ended
+        on_leave: Callable[[ServedRow], None] | None = None,  # with each leaving of a batch
         on_off: Callable[[str], None] | None = None,  # called where the policy is off, with why
     ) -> None:
         defaults.settle(config)
@@ -153,7 +155,7 @@ class RowCore:
             self._bare = replace(token_format, closing_ids=token_format.think_end_ids)
         self._defaults = defaults
         self._seed = mix64(seed)
-        self._on_end, self._off = on_end, on_off or log_off
+        self._on_end, self._on_leave, self._off = on_end, on_leave, on_off or log_off
         self._seen = 0  # requests
         self._warned = False
 
@@ -166,6 +168,7 @@ class RowCore:
         defaults: StopRequest,
         seed: int,
         on_end: Callable[[ServedRow], None] | None = None,
+        on_leave: Callable[[ServedRow], None] | None = None,
         on_off: Callable[[str], None] | None = None,
     ) -> RowCore:
         """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
@@ -175,7 +178,7 @@ class RowCore:
         token_format = TokenFormat.compile(form, found)
         if sentence := defaults.fields.get("wind_down"):
             token_format = token_format.winding_down(sentence, found)
-        return cls(config, token_format, defaults, seed, on_end, on_off)
+        return cls(config, token_format, defaults, seed, on_end, on_leave, on_off)
 
     def admit(
         self,
@@ -271,6 +274,12 @@ class RowCore:
             row.counted = True
             if self._on_end is not None:
                 self._on_end(row)
+
+    def tell_leaving(self, row: ServedRow) -> None:
+        """Tells that a row leaves a batch: for good, or, preempted, for a while."""
+        self.tell_end(row)
+        if self._on_leave is not None and row.counted:
+            self._on_leave(row)
 
     def shape(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
         """Shapes the logits (B, V) of rows, at their places, whose thinking has ended; in place.

@@ -10,12 +10,19 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
+from modeling_ospruner.configuration_ospruner import (
+    EFFORTS,
+    OSPrunerConfig,
+    check_choice,
+    check_number,
+    shown,
+)
 from modeling_ospruner.stopping_ospruner import OLD_PRICES, StopPolicyConfig
 
 __all__ = [
     "CONTROL",
     "DEFAULTS",
+    "DIAL",
     "ID",
     "KEYS",
     "MAX_LOSS",
@@ -24,6 +31,8 @@ __all__ = [
     "PRICE",
     "StopRequest",
     "misplaced",
+    "said_in",
+    "translated",
 ]
 
 DEFAULTS = "ospruner"
@@ -32,6 +41,7 @@ DEFAULTS = "ospruner"
 ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
+DIAL = "stop_efforts"  # likewise: by effort a price, or a threshold of a policy of one price
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
 PRICE = "stop_price"
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
@@ -61,6 +71,15 @@ _BUDGET = re.compile(  # what others call `max_thinking_tokens`, perhaps with wh
     r"(?i)(?=.*(think|thought|reason))(?=.*(budget|token|length|limit))|(.*\.)?budget_?tokens\Z"
 )
 _OF_REQUESTS = frozenset((ON, ID, *KEYS))
+_EFFORT_NAMES = (  # OpenAI's in chat and in responses, Anthropic's, and that of chat templates
+    *("reasoning_effort", "reasoning.effort", "output_config.effort"),
+    "chat_template_kwargs.reasoning_effort",
+)
+_BUDGET_NAMES = (  # vLLM's, Qwen's, llama.cpp's, Anthropic's, OpenRouter's
+    *("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"),
+    *("thinking.budget_tokens", "reasoning.max_tokens"),
+)
+_SETTINGS = ("mode", "threshold", "price")  # what an effort says, or a promise
 _DRAWS = ("stop_seed", "stop_sample_index")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
 
@@ -95,6 +114,71 @@ def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
     return sorted(found)
 
 
+def translated(
+    body: Mapping[str, Any], place: str, own: str, defaults: StopRequest, config: OSPrunerConfig
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What a body says of effort and of budgets, in others' dialects, as keys of the policy.
+
+    An effort becomes the setting that the server's table holds for it; "none", where the chat
+    template has left the thinking on, ends it with its first step. A budget stays a cap; one below
+    what the policy spends in the mean also brings a bolder setting of that table. What the
+    request's keys say of mode, threshold and price goes before both.
+
+    Args:
+        body: what was sent over HTTP, as JSON.
+        place: where the keys stand in it, by a dotted name.
+        own: the budget that the engine reads itself there, likewise; it stays.
+        defaults: the server's, settled.
+        config: the policy's.
+
+    Returns:
+        The body without those budgets that the engine would not know, and the request's keys with
+        the new ones; None where there are none, or the policy is off.
+
+    Raises:
+        ValueError: a key has a wrong value.
+    """
+    sent = said_in(body, place)
+    if not isinstance(sent, Mapping | None):
+        return dict(body), None  # the engine's to refuse
+    keys = dict(sent or {})
+    request = StopRequest(keys, place)
+    settings = request.settings(defaults)
+    if settings is None:
+        return dict(body), None
+    said = [one for path in _EFFORT_NAMES if isinstance(one := said_in(body, path), str)]
+    setting = defaults.efforts.get(said[0], {}) if said else {}
+    budgets = {path: one for path in _BUDGET_NAMES if type(one := said_in(body, path)) is int}
+    taken = [path for path, one in budgets.items() if path != own and one >= -1]
+    caps = [one for one in budgets.values() if one >= 0]  # llama.cpp's -1 is none
+    if caps := [*caps, *(0 for one in said[:1] if one == "none")]:
+        keys = request.take_budget(keys, min(caps), defaults) or keys
+        if not said:
+            setting = defaults.of_budget(min(caps), settings.with_defaults(config))
+    decided = not {"mode", "threshold"}.isdisjoint(request.fields)
+    for field in ("price",) if decided else _SETTINGS:
+        if field in setting:
+            keys.setdefault(f"stop_{field}", setting[field])
+    return _without(body, taken), keys if keys != (sent or {}) else None
+
+
+def said_in(body: object, path: str) -> Any:
+    """What stands in a body of JSON under a dotted name; None for nothing."""
+    for name in path.split("."):
+        body = body.get(name) if isinstance(body, Mapping) else None
+    return body
+
+
+def _without(body: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """A copy of a body without some dotted names."""
+    left = {name: value for name, value in body.items() if name not in paths}
+    for path in paths:
+        name, _, inner = path.partition(".")
+        if inner:
+            left[name] = _without(left[name], [inner])
+    return left
+
+
 class StopRequest:
     """One request's keys, or a server's defaults.
 
@@ -108,6 +192,7 @@ class StopRequest:
         fields: of `StopPolicyConfig`, those given.
         name: under which its record can be read; None for no record.
         control: the share of requests that never stop, to measure savings against.
+        efforts: of settled defaults, by a client's effort the setting that it asks for.
 
     Raises:
         ValueError: a value is wrong, a key that begins like ours is unknown, or a word of
@@ -120,7 +205,7 @@ class StopRequest:
         given, self._owner = extra or {}, owner
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
         keys = [k for k in KEYS if k not in (_DRAWS if server else OF_SERVERS)]
-        known = [ON, CONTROL if server else ID, *keys]
+        known = [ON, *((CONTROL, DIAL) if server else (ID,)), *keys]
         said = self._flag(given, ON) if ON in given else None
         others = () if said is False else (_BUDGET,)  # where the policy is off, another may read it
         like = (_LIKE_OURS, *others)
@@ -144,6 +229,10 @@ class StopRequest:
             )
         self.control: float = given.get(CONTROL, 0.0)
         check_number(owner, CONTROL, self.control, 0, 1)
+        self.efforts: dict[str, dict[str, Any]] = {}
+        self._dial: dict[str, float] | None = given.get(DIAL)
+        if not isinstance(self._dial, dict | None):
+            raise TypeError(f"{owner}: {DIAL} is {shown(self._dial)}; it must be a dict")
         self.on = (bool(self.fields) or None) if said is None else said
         mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
         if mode is not None:  # also where a threshold alone says it
@@ -158,19 +247,52 @@ class StopRequest:
     def settle(self, config: OSPrunerConfig) -> None:
         """Puts what the policy promises in the place of a server's `stop_max_loss`.
 
+        The efforts are the policy's, or what the server says of some; none where it says {}.
+
         Raises:
-            ValueError: no calibration promises as little, or the policy does not know the price.
+            ValueError: no calibration promises as little, or the policy does not know a price.
         """
         if "max_loss" in self.fields:
             asked = StopPolicyConfig(max_loss=self.fields.pop("max_loss"))
             kept = self._in_keys(lambda: asked.with_defaults(config))
-            self.fields |= {name: vars(kept)[name] for name in ("mode", "threshold", "price")}
+            self.fields |= {name: vars(kept)[name] for name in _SETTINGS}
         self.check_price(config)
+        self.efforts = {} if self._dial == {} else dict(config.efforts or {})
+        for name, value in (self._dial or {}).items():
+            check_choice(f"{self._owner}: {DIAL}", "a name", name, EFFORTS)
+            self.efforts[name] = {"threshold" if config.prices is None else "price": value}
+            self._check_known(config, self.efforts[name])
+        self.efforts = {
+            name: {field: value for field, value in one.items() if value is not None}
+            for name, one in self.efforts.items()
+        }
+
+    def of_budget(self, budget: int, usual: StopPolicyConfig) -> dict[str, Any]:
+        """The setting that a budget of thinking tokens brings with it; {} for the usual one.
+
+        It is the most careful one of those efforts that spend no more in the mean, or else the
+        boldest, where that is bolder than the usual one.
+        """
+        rows = sorted(
+            (one for one in self.efforts.values() if "tokens" in one),
+            key=lambda one: one["tokens"],
+        )
+        within = [one for one in rows if one["tokens"] <= budget] or rows[:1]
+        if not within:
+            return {}
+        found = within[-1]
+        if "price" in found:
+            bolder = found["price"] > (usual.price or 0)
+        else:
+            bolder = usual.threshold is not None and found["threshold"] < usual.threshold
+        return found if bolder else {}
 
     def check_price(self, config: OSPrunerConfig) -> None:
         """Refuses a price that the policy does not know, naming it and those that it knows."""
-        priced = StopPolicyConfig(price=self.fields.get("price"))
-        self._in_keys(lambda: priced.with_defaults(config))
+        self._check_known(config, {"price": self.fields.get("price")})
+
+    def _check_known(self, config: OSPrunerConfig, fields: Mapping[str, Any]) -> None:
+        self._in_keys(lambda: StopPolicyConfig(**fields).with_defaults(config))
 
     def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
         """Refuses tools beside an answer that is forced into a box, which no call would fit in.

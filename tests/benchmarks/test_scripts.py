@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -110,6 +111,18 @@ def test_train(run_here: RunScript) -> None:
     assert operations["kept"] < operations["every_price"] < 1.01 * operations["kept"]
     # Five step ends of thirty tokens, of which no keys are made.
     assert operations["queries"] < 0.5 * operations["kept"]
+
+
+def test_a_drift_is_seen_and_seldom_where_there_is_none(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    script = load_script("benchmarks/promises.py")
+    draws = np.random.default_rng(0).random((400, 600))
+    found = script.alarms(draws < 0.1, 0.1)
+    assert (found <= 600).mean() <= script.LEVEL + 3.7 * math.sqrt(0.05 * 0.95 / 400)
+    late = script.alarms(draws < np.where(np.arange(600) < 300, 0.1, 0.3), 0.1)
+    assert (late <= 600).mean() > 0.95
+    assert 300 < np.median(late) < 400
 
 
 @pytest.mark.slow

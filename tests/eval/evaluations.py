@@ -70,6 +70,9 @@ def outcome(
         probe_tokens=np.zeros(n),
         seconds=np.full(n, np.nan),
         flops=np.full(n, np.nan),
+        stopped=np.ones(n),
+        stopped_answer=np.full(n, 5.0),
+        rethought=np.zeros(n),
     )
 
 

@@ -15,6 +15,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.metrics import AesVariant
 from ospruner.eval.results import Results
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import load_labels
@@ -63,16 +64,22 @@ def test_the_commands_replay_report_and_compare(
     assert (frame["flops_ratio"] > 0).all()
     assert frame["flops_ratio"]["full trace"] == 1
     assert 0 < frame["flops"]["fixed budget"] < frame["flops"]["full trace"]
+    assert not frame["aes_label"].str.contains("of compute").any()
     assert "FLOP" in text
     methods = [str(policy), str(shutil.copytree(policy, tmp_path / "twin")), "entropy:0.4"]
-    report = compare(labels, methods, rewards_at=[1e-3])
+    by_compute = AesVariant(charge="compute")
+    report = compare(labels, methods, variant=by_compute, rewards_at=[1e-3])
     pooled = report.frame.set_index("method")
     # The same policy twice is one row.
     assert pooled.index.tolist()[:3] == ["full trace", "OS-Pruner", "answer entropy"]
     assert pooled["tokens"]["OS-Pruner"] == frame["tokens"]["OS-Pruner"]
     # Trial answers cost more compute than they are charged in tokens.
-    paid = pooled.loc["answer entropy"]
-    assert paid["flops_ratio"] > 1 - paid["reduction"]
+    paid, free = pooled.loc["answer entropy"], frame.loc["answer entropy"]
+    assert paid["aes"] < free["aes"]
+    assert paid["reward@1e-3"] < free["reward@1e-3"]
+    assert paid["tokens"] == free["tokens"]
+    with pytest.raises(ValueError, match="charge is 'money'"):
+        run(*common, "--out", out, "--set", "charge=money")
     assert "report.html" in run(str(tmp_path / "out"), "--json", numbers)
     (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
     assert (again.dataset, again.setting) == ("toy", found.setting)

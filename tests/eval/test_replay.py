@@ -80,7 +80,7 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
         right[0, :wins], right[1, 20:] = 1, 1
         nothing = np.zeros(40)
         short, long = (
-            Outcome(row, np.full(40, k + 1.0), *[nothing] * 7) for k, row in enumerate(right)
+            Outcome(row, np.full(40, k + 1.0), *[nothing] * 10) for k, row in enumerate(right)
         )
         rules = [
             Rule("chosen", outcome, k, validation=(on_validation,))
@@ -258,9 +258,40 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     first = float(table.lengths[:, 0].mean())
     assert more["flops"] == pytest.approx(150 + first)
     assert less["reward@1e-2"] == pytest.approx(less["accuracy"] - 0.01 * first)
-    rules = [Rule("full", full), free, paid]
-    between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["paid"]
-    assert between["aes"] == 0
+    # By compute the full trace pays its thinking tokens, the others their share of its compute.
+    variant = AesVariant(charge="compute")
+    less, more = summarise([free, paid], full, table.problem_index, variant=variant, prices=(1e-2,))
+    price = full.mean_tokens / (100 + full.mean_tokens)
+    assert more["reward@1e-2"] == pytest.approx(more["accuracy"] - 0.01 * price * (150 + first))
+    assert less["aes"] - more["aes"] == pytest.approx(50 / (100 + full.mean_tokens))
+    assert more["aes_label"] == "absolute, α=1, β=3, γ=5, of compute"
+    # Thinking and answer together, which an answer that thinks on makes longer.
+    both_paid = AesVariant(charge="generated")
+    index = table.problem_index
+    (one,) = summarise([free], full, index, variant=both_paid, prices=(1e-2,))
+    outcome, whole = free.outcome, full.with_answers()
+    spent = outcome.mean_tokens + outcome.answer_tokens.mean()
+    assert one["reward@1e-2"] == pytest.approx(outcome.accuracy - 0.01 * spent)
+    scored = both_paid(outcome.accuracy, spent, full.accuracy, whole.mean_tokens)
+    assert one["aes"] == pytest.approx(float(scored))
+    early = table.last > 0
+    after = table.answer_tokens[early, 0].mean()
+    assert one["answer_after_stop"] == pytest.approx(after)
+    ends = table.answer_tokens[~early, 0]
+    assert one["answer_after_end"] == pytest.approx(
+        ends.mean() if len(ends) else np.nan, nan_ok=True
+    )
+    both = Evaluation([Rule("full", full), free, paid], table.problem_index)
+    between = both.differences(variant).set_index("other").loc["paid"]
+    assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
+    assert both.differences().set_index("other")["aes"]["paid"] == 0
+    uncounted = make_table(9)
+    with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
+        summarise(
+            [Rule("full", full)], replay_full(uncounted), uncounted.problem_index, variant=variant
+        )
+    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'generated'"):
+        AesVariant(charge="money")  # type: ignore[arg-type]
 
 
 def test_pooling_by_hand() -> None:

@@ -25,7 +25,21 @@ PIECES = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
     *("<think>", "</think>", "<tool_call>", "<eos>", "<eos2>"),
     *("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb"),
-    *("\n\n", ":", "so:\n\n", "\\[", "\\]", "$$", "```", "{", "}", "\\}", "box", "the answer"),
+    *(
+        "\n\n",
+        ":",
+        "so:\n\n",
+        "\\[",
+        "\\]",
+        "$$",
+        "```",
+        "{",
+        "}",
+        "\\}",
+        "box",
+        "the answer",
+        "Wait",
+    ),
 )
 MARKERS = 9
 IDS = {piece: i for i, piece in enumerate(PIECES)}
@@ -163,6 +177,39 @@ def test_an_ignored_end_of_text_ends_no_thinking() -> None:
             row.row.decide(Said(0.0))
         assert (row.row.phase, row.record.thinking_tokens) == (phase, tokens)
         assert row.record.reason == ("natural" if ends else "budget")
+
+
+def test_answers_that_think_on_are_counted_with_each_leaving() -> None:
+    """By their tokens, markers and words of doubt; after a preemption nothing twice."""
+    told = list[tuple[int, int, str]]()
+
+    def note(row: ServedRow) -> None:
+        told.append((row.record.answer_tokens, row.record.rethinks, row.record.reason))
+
+    fmt = FORMATS[0]
+    core = RowCore(OSPrunerConfig(), fmt, StopRequest(None, server=True), 0, on_leave=note)
+    assert fmt.rethinking_ids == set(ids_of("<think>", "</think>", "Wait"))
+    assert FORMATS[1].rethinking_ids == set(ids_of("Wait"))  # its markers end an answer
+    natural, stopped, thinking = (
+        served(fmt, [*fmt.think_start_ids], threshold=0.5, answer="free") for _ in range(3)
+    )
+    for token in ids_of("a", ".\n\n"):
+        for row in (natural, stopped, thinking):
+            row.take(token)
+    stopped.row.decide(Said(0.9))
+    natural.take(IDS["</think>"])
+    answer = ids_of("a", "Wait", " ", "a", "</think>", "a", "<eos>")
+    text = [*ids_of("a", ".\n\n"), *fmt.forced_suffix("free"), *answer]
+    for token in text[2:5]:
+        stopped.take(token)
+    for token in ids_of(" ", "a", "<eos>"):
+        natural.take(token)
+    for row in (natural, stopped, thinking):
+        core.tell_leaving(row)
+    assert told == [(3, 0, "natural"), (1, 0, "policy")]  # one thinks yet
+    stopped.come_back([*fmt.think_start_ids], text)
+    core.tell_leaving(stopped)
+    assert told[2:] == [(len(answer), 2, "policy")]
 
 
 def test_each_row_hears_its_own_price() -> None:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
 from ospruner.cli.fields import whole_commands
-from ospruner.serving.requests import CONTROL, ID, KEYS, OF_SERVERS, ON, StopRequest
+from ospruner.serving.requests import (
+    CONTROL,
+    DIAL,
+    ID,
+    KEYS,
+    OF_SERVERS,
+    ON,
+    StopRequest,
+    translated,
+)
 from ospruner.serving.vllm import vllm_server
 
 ALL_ON = {"stop_policy": True}
@@ -83,6 +92,7 @@ def test_a_request_goes_before_the_defaults(
         *(  # near misses, names of old, and what a server alone may say
             ({key: 0.5}, rf"no \['{key}'\]; the policy's keys are \['stop_policy'.*stop_price")
             for key in (
+                DIAL,
                 *("max_thinking_token", "stop_treshold", "stop_domain"),
                 *(CONTROL, *OF_SERVERS),
                 *("thinking_budget", "thinking_token_budget", "max_think_tokens", "budget_tokens"),
@@ -140,6 +150,131 @@ def test_an_engines_own_budget_is_the_policys(
     assert taken == (
         None if wanted is None else {"others": 3, **request_, "max_thinking_tokens": wanted}
     )
+
+
+def row(value: float, tokens: float, **more: Any) -> dict[str, Any]:
+    """An effort as `calibrate` stores it."""
+    same = {"mode": "threshold", "tokens": tokens, "share": tokens / 200, "loss": 0.0}
+    return {**same, **({"threshold": 0.5, "price": value} | more)}
+
+
+LOW, MEDIUM, MAX = row(2e-3, 50.0), row(4e-4, 120.0), row(0.0, 198.0)
+EVERY = OSPrunerConfig(
+    head="price",
+    price_range=[5e-5, 1e-2],
+    price=3e-4,
+    efforts={"low": LOW, "medium": MEDIUM, "max": MAX},
+)
+FIXED = OSPrunerConfig(
+    price=1e-3,
+    default_mode="threshold",
+    efforts={"low": row(0, 50.0) | {"threshold": 0.2, "price": None}},
+)
+CHEAP = {"stop_mode": "threshold", "stop_threshold": 0.5, "stop_price": 2e-3}
+USUAL = {**CHEAP, "stop_price": 4e-4}
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        # Effort, in each dialect.
+        ({"reasoning_effort": "low"}, CHEAP),
+        ({"reasoning": {"effort": "medium"}}, USUAL),
+        ({"output_config": {"effort": "low"}}, CHEAP),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, CHEAP),
+        ({"reasoning_effort": "max"}, {**CHEAP, "stop_price": 0.0}),
+        ({"reasoning_effort": "none"}, {"max_thinking_tokens": 1}),
+        ({"reasoning_effort": "minimal"}, None),  # not in this table
+        # The request's own keys go first.
+        (
+            {"reasoning_effort": "low", "vllm_xargs": {"stop_price": 1e-4}},
+            {**CHEAP, "stop_price": 1e-4},
+        ),
+        (
+            {"reasoning_effort": "low", "vllm_xargs": {"stop_mode": "sample"}},
+            {"stop_mode": "sample", "stop_price": 2e-3},
+        ),
+        ({"reasoning_effort": "low", "vllm_xargs": {"stop_policy": False}}, None),
+        # A budget is a cap; a small one brings a price, where that is bolder than the usual one.
+        ({"thinking_budget": 60}, {**CHEAP, "max_thinking_tokens": 60}),
+        ({"thinking_budget_tokens": 20}, {**CHEAP, "max_thinking_tokens": 20}),
+        ({"thinking_token_budget": 130}, {**USUAL, "max_thinking_tokens": 130}),
+        ({"thinking": {"budget_tokens": 4000}}, {"max_thinking_tokens": 4000}),
+        ({"reasoning": {"max_tokens": 4000}}, {"max_thinking_tokens": 4000}),
+        ({"thinking_budget": 0}, {**CHEAP, "max_thinking_tokens": 1}),
+        ({"thinking_budget_tokens": -1}, None),
+        (
+            {"thinking_budget": 60, "reasoning_effort": "medium"},
+            {**USUAL, "max_thinking_tokens": 60},
+        ),
+        (
+            {"thinking_budget": 60, "vllm_xargs": {"max_thinking_tokens": 30}},
+            {**CHEAP, "max_thinking_tokens": 30},
+        ),
+        # What is no effort, and what stands where its author names things.
+        ({"reasoning_effort": 3}, None),
+        ({"messages": [{"reasoning_effort": "low"}]}, None),
+        ({"reasoning": "low"}, None),
+    ],
+)
+def test_effort_and_budgets_of_all_dialects(
+    body: dict[str, Any], wanted: dict[str, Any] | None
+) -> None:
+    on = StopRequest(ALL_ON, server=True)
+    on.settle(EVERY)
+    sent = {"model": "toy", **body}
+    told, keys = translated(sent, "vllm_xargs", "thinking_token_budget", on, EVERY)
+    assert keys == wanted
+    names = {"thinking_budget", "thinking_budget_tokens"}
+    left = {k: v for k, v in sent.items() if k not in names}
+    for place in ("thinking", "reasoning"):
+        if isinstance(left.get(place), dict) and "effort" not in left[place]:
+            left[place] = {}
+    assert told == left
+    within = {"sampling_params": {"extra_args": body.get("vllm_xargs")}, **body}
+    assert translated(within, "sampling_params.extra_args", "", on, EVERY)[1] == wanted
+    off = StopRequest(None, server=True)
+    off.settle(EVERY)
+    if not body.get("vllm_xargs"):
+        assert translated(sent, "vllm_xargs", "", off, EVERY) == (sent, None)
+
+
+def test_what_efforts_mean_is_the_servers_word() -> None:
+    body = {"reasoning_effort": "low"}
+
+    def told(config: OSPrunerConfig, **defaults: Any) -> Any:
+        on = StopRequest(ALL_ON | defaults, "the defaults", server=True)
+        on.settle(config)
+        return translated(body, "vllm_xargs", "", on, config)[1]
+
+    assert told(EVERY, stop_efforts={"low": 7e-4}) == {"stop_price": 7e-4}
+    assert told(EVERY, stop_efforts={"high": 7e-4}) == CHEAP
+    assert told(EVERY, stop_efforts={}) is None
+    assert told(FIXED) == {"stop_mode": "threshold", "stop_threshold": 0.2}
+    assert told(FIXED, stop_efforts={"low": 0.1}) == {"stop_threshold": 0.1}
+    assert told(OSPrunerConfig()) is None
+    for config, wrong, message in (
+        (EVERY, {"low": 0.5}, "the defaults: stop_price is 0.5, but .* from 0 to 0.01"),
+        (FIXED, {"low": 2}, "the defaults: stop_threshold is 2; it must lie in"),
+        (EVERY, {"tiny": 1e-4}, "stop_efforts: a name is 'tiny'; it must be 'minimal' or 'low'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            told(config, stop_efforts=wrong)
+    with pytest.raises(TypeError, match="stop_efforts is 'low'; it must be a dict"):
+        told(EVERY, stop_efforts="low")
+
+
+@pytest.mark.parametrize(
+    ("budget", "threshold", "wanted"), [(60, 0.5, 0.2), (5, 0.5, 0.2), (60, 0.1, None)]
+)
+def test_a_budget_lowers_the_threshold_of_a_policy_of_one_price(
+    budget: int, threshold: float, wanted: float | None
+) -> None:
+    on = StopRequest(ALL_ON | {"stop_threshold": threshold}, server=True)
+    on.settle(FIXED)
+    _, keys = translated({"thinking_budget": budget}, "vllm_xargs", "", on, FIXED)
+    assert keys is not None
+    assert keys.get("stop_threshold") == wanted
 
 
 @pytest.mark.parametrize("key", ["stop_seed", "stop_sample_index", ID])
@@ -215,6 +350,7 @@ SERVED = {
     "--wind-down": "So:",
     "--min-thinking-tokens": "3",
     "--max-thinking-tokens": "90",
+    "--efforts": "low=5e-4",
     "--control": "0.1",
     "--opt-in": None,
     "--dtype": "half",

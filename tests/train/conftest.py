@@ -86,7 +86,7 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
                 "problem_id": f"{prefix}{n}",
                 "sample_index": 0,
                 "family": "",
-                "problem": "Ann has 3 apples",
+                "problem": f"Ann {prefix}{n} has 3 apples",
                 "answer": "7",
                 "prompt_ids": prompt,
                 "trace_ids": ids,

@@ -17,9 +17,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import (
+    CALIBRATION_FIELDS,
+    EFFORT_FIELDS,
+    EFFORTS,
+    OSPrunerConfig,
+)
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner.calibrating import calibrate
+from ospruner.calibrating import SHARES, calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
@@ -186,6 +191,42 @@ def test_the_promise_is_stored_told_and_kept(
         model.generate(ids, stop_policy={"max_loss": 0.01}, **HOW)
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["price", "fixed"])
+def test_efforts_are_settings_of_the_frontier(
+    kind: int, policies: tuple[Path, Path], labels: Path, tmp_path: Path
+) -> None:
+    policy, numbers = policies[kind], tmp_path / "found.json"
+    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    assert "reasoning_effort" in told(*command, "--efforts", "low=.4,medium=0.8")
+    efforts = OSPrunerConfig.from_pretrained(policy).efforts
+    assert efforts is not None
+    assert json.loads(numbers.read_text())["efforts"] == efforts
+    assert [*efforts] == sorted(EFFORTS)  # as JSON keeps them
+    rows = [efforts[name] for name in EFFORTS]
+    assert [one["tokens"] for one in rows] == sorted(one["tokens"] for one in rows)
+    shares = {**SHARES, "low": 0.4, "medium": 0.8}
+    prices = None if kind else [one["price"] for one in rows]
+    for i, (name, one) in enumerate(zip(EFFORTS, rows, strict=True)):
+        assert one["share"] <= shares[name] or one["tokens"] == rows[0]["tokens"]
+        at = None if prices is None else [prices[i]]
+        rules = compare(labels, [f"{policy}@{one['threshold']}"], prices=at).evaluation.rules
+        full, used = rules[0].outcome, rules[1].outcome
+        assert one["tokens"] == pytest.approx(used.mean_tokens, abs=1e-3)
+        assert one["loss"] == pytest.approx(full.accuracy - used.accuracy, abs=1e-3)
+        assert one["share"] == pytest.approx(used.mean_tokens / full.mean_tokens, abs=1e-3)
+    card = (policy / "README.md").read_text("utf-8")
+    assert (
+        f"| low | {rows[1]['price' if not kind else 'threshold']:{'g' if not kind else '.3f'}}"
+        in card
+    )
+    for wrong, message in (
+        ({"lots": 0.5}, "an effort is 'lots'; it must be 'minimal' or 'low'"),
+        ({"low": 2}, "the share of effort low is 2; it must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(policy, labels, 0.3, efforts=wrong)
+
+
 def test_a_price_at_which_the_policy_draws_is_promised_too(
     policies: tuple[Path, Path], labels: Path
 ) -> None:
@@ -220,6 +261,9 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
     promises = promises_of(policies[1])
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
     config = OSPrunerConfig(calibrations=promises)
+    surer = OSPrunerConfig(calibrations=[promises[0] | {"confidence": 0.99}, promises[1]])
+    kept = StopPolicyConfig(max_loss=0.45).with_defaults(surer)
+    assert kept.threshold == promises[0]["threshold"]
     for asked, one in ((0.45, promises[1]), (0.35, promises[0])):
         assert StopPolicyConfig(max_loss=asked).with_defaults(config).threshold == one["threshold"]
 
@@ -279,6 +323,21 @@ def test_an_edited_promise_is_refused(wrong: Any, said: str) -> None:
         OSPrunerConfig(calibrations=wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([], "efforts is \\[\\]; it must be dict"),
+        ({"tiny": {}}, "efforts: a name is 'tiny'; it must be 'minimal' or 'low'"),
+        ({"low": {"price": 0.1}}, "efforts holds .* must have the fields mode, threshold, price"),
+        ({"low": dict.fromkeys(EFFORT_FIELDS, 2.0)}, "efforts: mode is 2.0"),
+        ({"low": dict.fromkeys(EFFORT_FIELDS, 2.0) | {"mode": "sample"}}, "threshold is 2.0"),
+    ],
+)
+def test_an_edited_effort_is_refused(wrong: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        OSPrunerConfig(efforts=wrong)
+
+
 def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:
     command = ("calibrate", "budget", "--labels", labels, "--max-loss", 0.3)
     values = ("--values", "900,400,200,100,20")
@@ -295,6 +354,10 @@ def test_what_is_no_promise_is_refused(
     price, fixed = policies
     with pytest.raises(ValueError, match="are among those that .* was trained on"):
         calibrate(fixed, labelled / "train", 0.1)
+    known = load_labels(labelled / "train")
+    again = known.traces.map(lambda row: {"problem_id": f"new/{row['problem_id']}"}).select([0, 1])
+    with pytest.raises(ValueError, match=r"2 problems .* under whatever id"):
+        calibrate(fixed, replace(known, traces=again, data_hash="0" * 64), 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
         calibrate(fixed, labels, 0.1, values=[0.5, 0.9])
     with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
@@ -304,8 +367,10 @@ def test_what_is_no_promise_is_refused(
     found = calibrate(fixed, labels, 0.001)
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)
-    assert OSPrunerConfig.from_pretrained(fixed).calibrations is None
-    assert not (fixed / "README.md").exists()
+    kept = OSPrunerConfig.from_pretrained(fixed)
+    assert kept.calibrations is None
+    assert kept.efforts == found.efforts  # are no promise
+    assert "## Promise" not in (fixed / "README.md").read_text("utf-8")
 
 
 def test_answers_after_a_sentence_are_replayed_and_not_promised(

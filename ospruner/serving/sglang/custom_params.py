@@ -12,17 +12,17 @@ from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..requests import ID, StopRequest, misplaced
+from ..requests import ID, StopRequest, misplaced, translated
 
 __all__ = [
     "DEFAULTS_VARIABLE",
     "OWNER",
     "RECORD",
     "check_body",
-    "check_chat",
     "check_params",
     "check_tuning",
     "excluded",
+    "read_chat",
     "server_defaults",
 ]
 
@@ -48,10 +48,12 @@ def check_tuning(config: OSPrunerConfig) -> None:
         )
 
 
-def server_defaults() -> StopRequest:
-    """The defaults of this process's server."""
+def server_defaults(config: OSPrunerConfig) -> StopRequest:
+    """The defaults of this process's server, with what its policy promises."""
     said = json.loads(os.environ.get(DEFAULTS_VARIABLE, "null"))
-    return StopRequest(said, DEFAULTS_VARIABLE, server=True)
+    defaults = StopRequest(said, DEFAULTS_VARIABLE, server=True)
+    defaults.settle(config)
+    return defaults
 
 
 def excluded(params: Any) -> dict[str, Any]:
@@ -80,18 +82,25 @@ def check_body(request: Any) -> None:
         )
 
 
-def check_chat(request: Any, parser: str | None) -> None:
-    """Refuses a chat (SGLang's `ChatCompletionRequest`) that the server would take for another.
+def read_chat(request: Any, config: OSPrunerConfig, parser: str | None) -> None:
+    """Puts the effort of a chat (SGLang's `ChatCompletionRequest`) into its keys.
 
     Args:
         request: what was sent.
+        config: the policy's.
         parser: the server's `--reasoning-parser`, which looks at replies alone.
 
     Raises:
         ValueError: tools beside a forced box, or a prefilled reply that does not think.
     """
+    defaults = server_defaults(config)
+    body = {OWNER: request.custom_params, "reasoning_effort": request.reasoning_effort}
+    _, keys = translated(body, OWNER, "", defaults, config)
+    formed = request.response_format or request.regex or request.ebnf
+    if keys is not None and not formed and request.tool_choice in ("auto", "none"):
+        request.custom_params = keys  # else the policy, which they would ask for, is off
     asked = StopRequest(request.custom_params, OWNER)
-    asked.check_tools(request.tools, request.tool_choice, server_defaults())
+    asked.check_tools(request.tools, request.tool_choice, defaults)
     if parser is None or not (request.continue_final_message and request.separate_reasoning):
         return
     begun = str(request.messages[-1].content)
@@ -118,7 +127,8 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
         )
     marked = (config.reasoning_format or {}).get("think_end", True)
     strings = [*(params.stop_strs or ()), *(params.stop_regex_strs or ())]
-    if marked and strings and request.settings(server_defaults()) is not None:
+    defaults = server_defaults(config)
+    if marked and strings and request.settings(defaults) is not None:
         raise ValueError(
             f"stop is {shown(strings)}, for which SGLang looks in the thinking, too, and "
             "would cut it: send stop_token_ids, or stop_policy false in custom_params, or serve "
@@ -131,5 +141,5 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
             "leave stop_seed out"
         )
     request.check_price(config)
-    request.settings(server_defaults(), params.min_new_tokens)
+    request.settings(defaults, params.min_new_tokens)
     return request

@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from .custom_params import RECORD, check_body, check_chat, check_params
+from .custom_params import RECORD, check_body, check_params, read_chat
 from .tapped import OSPrunerSGLang
 
 __all__ = ["ARCHITECTURE", "register"]
@@ -92,7 +92,8 @@ def _check_chat(error: str | None, serving: Any, request: Any) -> str | None:
     manager = serving.tokenizer_manager
     if error is None and _is_policy(manager.model_config):
         try:
-            check_chat(request, manager.server_args.reasoning_parser)
+            parser = manager.server_args.reasoning_parser
+            read_chat(request, manager.model_config.hf_config, parser)
         except ValueError as found:
             return str(found)
     return None

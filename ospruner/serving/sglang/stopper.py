@@ -30,7 +30,7 @@ class Stopper:
             runner.model_config.hf_config,
             arguments.tokenizer_path or arguments.model_path,
             arguments.revision,
-            server_defaults(),
+            server_defaults(runner.model_config.hf_config),
             arguments.random_seed or 0,
             on_off=self._note_off,
         )

@@ -1,7 +1,8 @@
 """What a vLLM server tells of its stops and its policy by routes of its own, and counters.
 
-The plug-in with the route also looks at what is posted to any route, and refuses requests in which
-the policy's keys, or a budget under other people's names, would do nothing. vLLM loads it where
+The plug-in with the route also looks at what is posted to any route: it turns effort and budgets in
+other people's dialects into the policy's keys, and refuses requests in which these, or such a
+budget, would do nothing. vLLM loads it where
 `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus counts where the engine
 runs. A server's `/metrics` sees the counters where vLLM and they share a folder,
 `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -23,11 +23,11 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 
 from ..core import GRAMMAR, ServedRow, in_json, log_off
-from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced
+from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER, parser_of
 
-__all__ = ["StopRoutes", "apart", "check_body", "count_ended", "count_off"]
+__all__ = ["StopRoutes", "apart", "check_body", "count_answer", "count_ended", "count_off"]
 
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
 _BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
@@ -46,7 +46,12 @@ _ENDED = Counter(
 _TOKENS = Counter(
     "ospruner_thinking_tokens_total", "Thinking tokens of the requests that have ended it", _LABELS
 )
-
+_ANSWERS = Counter(
+    "ospruner_answer_tokens_total", "Answer tokens of the requests that have ended it", _LABELS
+)
+_RETHOUGHT = Counter(
+    "ospruner_rethought_total", "Of these, requests whose answer thinks on", _LABELS
+)
 _PROMISED = Counter(
     "ospruner_promised_total",
     "Requests that stopped as a calibration promised, by the bins of the calibration's traces",
@@ -71,6 +76,15 @@ def count_ended(row: ServedRow) -> None:
         for signal, value in observed(record).items():
             place = bin_of(promise["traffic"][signal]["edges"], value)
             _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+
+
+def count_answer(row: ServedRow) -> None:
+    """Counts what has come to a request's answer since it was last counted."""
+    record, (tokens, rethinks) = row.record, row.told
+    labels = ("control" if row.control else "policy", record.reason)
+    _ANSWERS.labels(*labels).inc(max(record.answer_tokens - tokens, 0))
+    _RETHOUGHT.labels(*labels).inc(record.rethinks > 0 and not rethinks)
+    row.told = (record.answer_tokens, record.rethinks)
 
 
 def check_body(
@@ -101,15 +115,10 @@ def check_body(
     """
     if not isinstance(body, dict):
         return None
-    holder: Mapping[str, Any] = body
-    if path == _TOKENS_ROUTE:
-        place, holder = "sampling_params.extra_args", _inside(body, "sampling_params")
-        extra = holder.get("extra_args")
-        read = (place, "sampling_params.thinking_token_budget")
-    else:
-        place, extra = "vllm_xargs", body.get("vllm_xargs")
-        read = (place, _BUDGETS.get(path, "thinking_token_budget"))
+    place, own = _places(path)
+    extra = said_in(body, place)
     extra = extra if isinstance(extra, dict) else {}
+    read = (place, own)
     if beside := misplaced(body, read):
         raise ValueError(
             f"{shown(beside)} would do nothing here: send it within {place!r}, a budget of "
@@ -137,11 +146,12 @@ def check_body(
     if body.get("use_beam_search"):
         return _BEAMS
     formats = [
-        *(_inside(body, "response_format"), _inside(_inside(body, "text"), "format")),
-        _inside(_inside(body, "output_config"), "format"),
+        said_in(body, one) for one in ("response_format", "text.format", "output_config.format")
     ]
-    formatted = any(one.get("type", "text") != "text" for one in formats)
+    formatted = any(isinstance(one, dict) and one.get("type", "text") != "text" for one in formats)
     called = tools and choice not in ("auto", "none")
+    holder = said_in(body, "sampling_params") if path == _TOKENS_ROUTE else body
+    holder = holder if isinstance(holder, dict) else {}
     if holder.get("allowed_token_ids"):
         why: str | None = "allowed_token_ids"
     elif formatted or called or holder.get("structured_outputs"):
@@ -156,9 +166,11 @@ def check_body(
     return why
 
 
-def _inside(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = holder.get(name)
-    return value if isinstance(value, dict) else {}
+def _places(path: str) -> tuple[str, str]:
+    """Where on a route the policy's keys stand, and the budget that vLLM itself reads."""
+    if path == _TOKENS_ROUTE:
+        return "sampling_params.extra_args", "sampling_params.thinking_token_budget"
+    return "vllm_xargs", _BUDGETS.get(path, "thinking_token_budget")
 
 
 def apart(told: bytes) -> bytes:
@@ -179,7 +191,7 @@ def apart(told: bytes) -> bytes:
 
 
 class _CheckedBodies:
-    """Middleware that looks at each body of JSON, whatever route it is posted to."""
+    """Middleware that reads each body of JSON, whatever route it is posted to."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -190,19 +202,21 @@ class _CheckedBodies:
         if request is None or request.method != "POST" or "json" not in kind.lower():
             await self._app(scope, receive, send)
             return
-        body: Message | None = {"type": "http.request", "body": await request.body()}
+        raw: bytes | None = await request.body()
 
         async def again() -> Message:
-            nonlocal body
-            told, body = body, None
-            return await receive() if told is None else told
+            nonlocal raw
+            told, raw = raw, None
+            return await receive() if told is None else {"type": "http.request", "body": told}
 
         try:
             sent = await request.json()
         except (ValueError, RecursionError):  # vLLM's to refuse
             sent = None
         try:
-            why = request.app.state.ospruner_check(sent, scope["path"])
+            body, why = request.app.state.ospruner_read(sent, scope["path"])
+            if body != sent:
+                raw = json.dumps(body).encode()
         except ValueError as error:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, again, send)
@@ -238,8 +252,9 @@ class StopRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
         defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
-        StopRoutes.defaults = defaults
         config = engine_client.model_config.hf_config
+        defaults.settle(config)
+        StopRoutes.defaults = defaults
         literals = config.reasoning_format or {}
         harmony = parser_of(literals) == HARMONY_PARSER
         grammars, end = None, literals.get("think_end")
@@ -250,9 +265,21 @@ class StopRoutes:
         elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
-        state.ospruner_check = lambda body, path: check_body(
-            body, defaults, config, not harmony, path, grammars
-        )
+
+        def read(body: Any, path: str) -> tuple[Any, str | None]:
+            keys = None
+            if isinstance(body, dict):
+                body, keys = translated(body, *_places(path), defaults, config)
+            why = check_body(body, defaults, config, not harmony, path, grammars)
+            if keys is not None and why is None:  # they ask for nothing that could not be
+                above, _, name = _places(path)[0].rpartition(".")
+                holder = said_in(body, above) if above else body
+                if isinstance(holder, dict):  # else vLLM refuses it
+                    holder = {**holder, name: keys}
+                    body = {**body, above: holder} if above else holder
+            return body, why
+
+        state.ospruner_read = read
 
 
 async def reasoning_format(request: Request) -> dict[str, Any]:

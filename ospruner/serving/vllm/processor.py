@@ -22,7 +22,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 
 from ..core import GRAMMAR, RowCore, ServedRow
 from ..requests import DEFAULTS, ID, StopRequest
-from .monitoring import StopRoutes, count_ended, count_off
+from .monitoring import StopRoutes, count_answer, count_ended, count_off
 from .plugin import ARCHITECTURE, PROCESSOR
 
 __all__ = ["Arriving", "StopProcessor", "StopRecords", "keep_thinking"]
@@ -62,7 +62,11 @@ class Arriving:
             StopRequest(said, f"additional_config[{DEFAULTS!r}]", server=True),
             model.seed,
             # Of tensor-parallel ranks, which all do the same, one counts.
-            *((count_ended, count_off) if vllm_config.parallel_config.rank == 0 else ()),
+            *(
+                (count_ended, count_answer, count_off)
+                if vllm_config.parallel_config.rank == 0
+                else ()
+            ),
         )
         self._drafts = vllm_config.speculative_config is not None
         self._records: OrderedDict[str, ServedRow] = OrderedDict()

@@ -88,7 +88,7 @@ class V1Processor(LogitsProcessor):
         for request in self._requests.values():
             if id(request) not in staying:
                 request.take_in()
-                self._core.tell_end(request.served)
+                self._core.tell_leaving(request.served)
                 if not request.output or request.output[-1] != request.served.end_id:
                     self._left.append(request)
         # Only now, for one that leaves may come back in the same step.

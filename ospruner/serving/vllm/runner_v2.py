@@ -140,7 +140,7 @@ class V2Processor(LogitsProcessor):
             return
         self._take_rest(slot)
         served = self._left[req_id] = self._here.pop(slot).served
-        self._core.tell_end(served)
+        self._core.tell_leaving(served)
         while len(self._left) > self._runner.max_num_reqs:
             self._left.popitem(last=False)
 

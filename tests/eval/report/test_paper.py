@@ -140,7 +140,7 @@ def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: st
     outcomes = []
     for one, probes in ((base, 0.0), (cell, read)):
         values = np.zeros((len(fields(Outcome)), 5))
-        values[-2:] = np.nan  # seconds and operations
+        values[-5:] = np.nan  # what is not measured
         outcome = Outcome(*values)
         outcome.correct[:], outcome.tokens[:] = one["accuracy_percent"] / 100, one[length]
         outcome.answer_tokens[:] = one.get("answer_tokens", 0)

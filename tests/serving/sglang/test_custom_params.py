@@ -18,8 +18,8 @@ from ospruner.formats import PLAIN as PLAIN_FORMAT
 from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
     check_body,
-    check_chat,
     check_params,
+    read_chat,
     server_defaults,
 )
 from ospruner.serving.sglang.sglang_server import sglang_command
@@ -133,6 +133,12 @@ def test_a_body_is_looked_at_as_fastapi_keeps_it() -> None:
     assert len(said) == 1
 
 
+CHAT = (
+    *("custom_params", "tools", "tool_choice", "response_format", "regex", "ebnf"),
+    "reasoning_effort",
+)
+
+
 @pytest.mark.parametrize(
     ("begun", "more", "parser", "refused"),
     [
@@ -148,13 +154,13 @@ def test_a_prefilled_answer_is_refused_where_it_would_come_as_thinking(
     begun: str, more: dict[str, bool], parser: str | None, refused: bool
 ) -> None:
     asked = {"continue_final_message": True, "separate_reasoning": True, **more}
-    none = dict.fromkeys(("custom_params", "tools", "tool_choice"))
+    none = dict.fromkeys(CHAT)
     request = SimpleNamespace(**asked, **none, messages=[SimpleNamespace(content=begun)])
     if not refused:
-        check_chat(request, parser)
+        read_chat(request, OSPrunerConfig(), parser)
         return
     with pytest.raises(ValueError, match="continue_final_message is True.*separate_reasoning"):
-        check_chat(request, parser)
+        read_chat(request, OSPrunerConfig(), parser)
 
 
 def test_stop_strings_beside_the_policy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +179,32 @@ def test_stop_strings_beside_the_policy_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEFAULTS_VARIABLE, raising=False)
-    assert server_defaults().on is None
+    config = OSPrunerConfig(price=1e-3)
+    assert server_defaults(config).on is None
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True, "stop_answer": "free"}))
-    assert server_defaults().on
+    assert server_defaults(config).on
     monkeypatch.setenv(DEFAULTS_VARIABLE, '{"stop_mode": "now"}')
     with pytest.raises(ValueError, match=f"{DEFAULTS_VARIABLE}: stop_mode is 'now'; it must be"):
-        server_defaults()
+        server_defaults(config)
+
+
+def test_the_effort_of_a_chat_is_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"stop_policy": True, "stop_answer": "tools", "stop_efforts": {"low": 5e-4}}
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps(said))
+    config = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], price=1e-4)
+    for effort, more, wanted in (
+        ("low", {}, {"stop_price": 5e-4}),
+        ("high", {}, None),
+        (0.5, {}, None),
+        (None, {}, None),
+        # A policy that is on by default goes off here, and nothing is refused.
+        ("low", {"regex": "[0-9]"}, None),
+        ("low", {"tool_choice": "required"}, None),
+    ):
+        said = {**dict.fromkeys(CHAT), "tool_choice": "none", "reasoning_effort": effort, **more}
+        asked = SimpleNamespace(**said)
+        read_chat(asked, config, None)
+        assert asked.custom_params == wanted
 
 
 GOOD: dict[str, Any] = {

@@ -348,6 +348,43 @@ def test_counters_have_no_labels_of_a_request() -> None:
     assert sorted(series) == sorted(f'group="{g}",reason="{r}"' for g in groups for r in reasons)
 
 
+def test_answers_are_counted_as_they_come() -> None:
+    monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
+    prometheus = pytest.importorskip("prometheus_client")
+    labels = {"group": "control", "reason": "length"}
+
+    def counted(name: str) -> float:
+        return prometheus.REGISTRY.get_sample_value(f"ospruner_{name}_total", labels) or 0.0
+
+    row = Namespace(record=StopRecord(reason="length"), control=True, told=(0, 0))
+    for tokens, rethinks, wanted in ((4, 0, 0), (4, 0, 0), (9, 2, 1), (12, 3, 1)):
+        row.record.answer_tokens, row.record.rethinks = tokens, rethinks
+        monitoring.count_answer(row)
+        assert (counted("answer_tokens"), counted("rethought")) == (tokens, wanted)
+
+
+def test_an_effort_reaches_the_engine_as_a_key() -> None:
+    app = SmallApp({"ospruner": {"stop_policy": True, "stop_efforts": {"low": 0.25}}})
+    more: dict[str, Any]
+    for more, wanted in (
+        ({"reasoning_effort": "low"}, "threshold=0.25"),
+        ({"reasoning_effort": "high"}, "threshold=None"),
+        ({"thinking_budget": 70}, "max_thinking_tokens=70"),
+    ):
+        status, told = app.send(request({"stop_policy": True}, **more))
+        assert status == 200
+        assert wanted in told
+    # What excludes the policy puts it off, as it did: an effort does not ask for it.
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    formed = {"reasoning_effort": "low", "response_format": schema}
+    for more in (formed, {"reasoning_effort": "low", "use_beam_search": True}):
+        status, told = app.send(request({}, **more))
+        assert (status, "threshold=0.25" in told) == (200, False)
+    status, told = app.send(request({"stop_policy": False}, thinking_budget=70))
+    assert status == 400
+    assert "['thinking_budget'] would do nothing here" in told
+
+
 def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     """An engine reads each request again, over the server's defaults: an error there ends it."""
     drawn = random.Random(0)

@@ -68,7 +68,8 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(policy: tuple[OSPrunerForCausalLM, Path]) -> Iterator[OpenAI]:
-    with serving(policy[1], "--opt-in") as url:
+    compact = ("--structured-outputs-config", '{"disable_any_whitespace": true}')
+    with serving(policy[1], "--opt-in", "--efforts", "low=0,high=1", *compact) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
@@ -127,7 +128,7 @@ def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
     assert "".join(part.content or "" for part in parts) == message.content
 
 
-ASK = {"role": "user", "content": "Solve 3x+54=102 for x."}
+ASK: Any = {"role": "user", "content": "Solve 3x+54=102 for x."}
 SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
 GOES_ON = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
 SWITCHED_OFF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -184,34 +185,92 @@ def body_of(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+DIALECTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "low": ("/chat/completions", {"reasoning_effort": "low"}, "policy"),
+    "high": ("/chat/completions", {"reasoning_effort": "high"}, "natural"),
+    "responses": ("/responses", {"reasoning": {"effort": "low"}}, "policy"),
+    "anthropic": ("/messages", {"output_config": {"effort": "low"}}, "policy"),
+    "completions": ("/completions", {"reasoning_effort": "low"}, "policy"),
+    "vllm": ("/chat/completions", {"thinking_token_budget": 5}, "budget"),
+    "qwen": ("/chat/completions", {"thinking_budget": 5}, "budget"),
+    "llama.cpp": ("/chat/completions", {"thinking_budget_tokens": 5}, "budget"),
+    "responses, budget": ("/responses", {"thinking_budget": 5}, "budget"),
+    "both": ("/chat/completions", {"thinking_budget": 900, "reasoning_effort": "low"}, "policy"),
+}
+
+
 @needs_vllm
 @pytest.mark.slow
-def test_vllms_own_budget_and_a_grammar_beside_the_policy(client: OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "toy",
-        "messages": [{"role": "user", "content": "Solve 3x+54=102 for x."}],
-        "temperature": 0,
-        "max_tokens": 400,
-    }
-    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_id": "own"}
-    body: dict[str, Any] = {"thinking_token_budget": 5, "vllm_xargs": never}
-    client.chat.completions.create(**asked, extra_body=body)
-    assert json.loads(text(client, "/ospruner/stops/own"))["reason"] == "budget"
-    body["structured_outputs"] = {"regex": "[0-9]{3}x"}
-    for stream in (False, True):
-        if stream:
-            parts = client.chat.completions.create(**asked, extra_body=body, stream=True)
-            deltas = [part.choices[0].delta for part in parts]
-            content = "".join(one.content or "" for one in deltas)
-            thinking = "".join(getattr(one, "reasoning", None) or "" for one in deltas)
-        else:
-            message: Any = (
-                client.chat.completions.create(**asked, extra_body=body).choices[0].message
+@pytest.mark.parametrize("how", DIALECTS)
+def test_effort_and_budgets_are_read_on_every_route(client: OpenAI, how: str) -> None:
+    route, more, reason = DIALECTS[how]
+    limit = "max_output_tokens" if route == "/responses" else "max_tokens"
+    body: dict[str, Any] = {"model": "toy", "temperature": 0, limit: 400, **more}
+    words = {"/responses": "input", "/completions": "prompt"}.get(route, "messages")
+    body[words] = "Solve 3x+54=102 for x.\n<think>\n" if words == "prompt" else [ASK]
+    never = {"stop_threshold": 1.0} if reason == "budget" else {}
+    body["vllm_xargs"] = {"stop_policy": True, "stop_id": how, **never}
+    client.post(route, body=body, cast_to=object)
+    assert (
+        json.loads(text(client, f"/ospruner/stops/{how.replace(' ', '%20')}"))["reason"] == reason
+    )
+
+
+ANSWER = {"type": "object", "properties": {"x": {"enum": [16, 34]}}, "required": ["x"]}
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": ANSWER},
+            }
+        },
+        r'\{"x": ?(16|34)\}',
+    ),
+    "regex": ({"structured_outputs": {"regex": "[0-9]{3}x"}}, "[0-9]{3}x"),
+    "choice": ({"structured_outputs": {"choice": ["sixteen", "34"]}}, "sixteen|34"),
+    "grammar": ({"structured_outputs": {"grammar": 'root ::= "x=" [0-9] [0-9]'}}, "x=[0-9]{2}"),
+}
+ENDS = {
+    "policy": {"stop_mode": "threshold", "stop_threshold": 0.0},
+    "budget": {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 5},
+    "natural": {"stop_mode": "threshold", "stop_threshold": 1.0},
+}
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "responses"])
+@pytest.mark.parametrize("how", FORMATS)
+def test_the_answer_is_the_grammars_and_the_thinking_is_pruned(
+    client: OpenAI, how: str, route: str, stream: bool
+) -> None:
+    body, pattern = FORMATS[how]
+    if route == "responses" and how == "schema":
+        body = {"text": {"format": {"type": "json_schema", "name": "x", "schema": ANSWER}}}
+    for reason, keys in ENDS.items():
+        extra = {**body, "vllm_xargs": {**keys, "stop_id": "formed"}}
+        asked: dict[str, Any] = {"model": "toy", "temperature": 0, "extra_body": extra}
+        said: Any
+        if route == "chat":
+            said = client.chat.completions.create(
+                messages=[ASK], max_tokens=400, stream=stream, **asked
             )
-            content, thinking = message.content, message.reasoning
-        assert re.fullmatch("[0-9]{3}x", content), content
-        assert thinking
-    assert json.loads(text(client, "/ospruner/stops/own"))["reason"] == "budget"
+            parts = [one.choices[0].delta for one in said] if stream else [said.choices[0].message]
+            content = "".join(one.content or "" for one in parts)
+            thinking = "".join(getattr(one, "reasoning", None) or "" for one in parts)
+        else:
+            said = client.responses.create(
+                input=[ASK], max_output_tokens=400, stream=stream, **asked
+            )
+            if stream:
+                said = next(one for one in said if one.type == "response.completed").response
+            content = said.output_text
+            thinking = said.output[0].content[0].text
+        assert re.fullmatch(pattern, content.strip()), content
+        assert thinking.strip()
+        assert json.loads(text(client, "/ospruner/stops/formed"))["reason"] == reason
 
 
 @needs_vllm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ospruner.train.labels.card import PREFIX_FEATURES
 from ospruner.train.labels.features import COLUMNS, FEATURES
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
-from ospruner.train.labels.loading import load_labels, load_splits, split_of
+from ospruner.train.labels.loading import load_labels, load_splits, split_by_text, split_of
 from ospruner.train.labels.statistics import stats_of, told, told_regraded
 from ospruner.train.labels.store import Chunk, LabelStore
 
@@ -137,6 +138,10 @@ def test_splits_are_by_problem_and_know_how_they_were_made(folder: Path) -> None
             load_labels(other).data_hash for key, other in splits.items() if key != name
         )}  # fmt: skip
     assert len(load_labels(splits).traces) == len(whole.traces) == 8
+    one_text = replace(whole, traces=whole.traces.map(lambda row: {"problem": "The same."}))
+    assert len(split_by_text(one_text)) == 1, "copies of a text are on one side"
+    halves = split_by_text(whole, {"train": 0.5, "validation": 0.5})
+    assert sum(len(half.traces) for half in halves.values()) == 8
     with pytest.raises(ValueError, match="do not say how they were made"):
         load_labels(Dataset.from_list(read_labels(folder).to_list()))
     with pytest.raises(ValueError, match="labels is 'a b', where nothing is"):
