@@ -270,11 +270,11 @@ class BoundaryState:
     "\n", with visible text since the last boundary (its own text up to the break included). Added
     tokens such as `<think>`, and a start marker of several tokens, are no visible text.
 
-    The thinking ends with the end marker, or where a call of a tool opens; `think_start` at the
-    beginning of a line opens it again. A marker of several tokens ends it before the
-    first of these, but never before the end of a step. With channels, the
-    end marker of a thinking message does it, or the header of the answer; other messages (a
-    commentary, a call) have no steps and end nothing, and text under no header is thinking.
+    The thinking ends with the end marker, or where a call of a tool opens; `think_start` opens it
+    again at the beginning of a line, or of a message. A marker of several tokens ends it before the
+    first of these, but never before the end of a step. With channels, the end marker of a thinking
+    message does it, or the header of the answer; other messages (a commentary, a call) have no
+    steps and end nothing, and text under no header is thinking.
 
     In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
     code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
@@ -313,8 +313,7 @@ class BoundaryState:
         self._starting = None if start is None else MarkerState(start)
         self._calling = None if call is None or self._alone else MarkerState(call, "\n")
         self._reopening: MarkerState | None = None
-        self._visible = self._after_newline = False
-        self._last_step = self.thinking_tokens
+        self._last_step, self._visible, self._after_newline = self.thinking_tokens, False, False
         # In prose: within a formula or code, for how many blank lines, after a colon, cut markers.
         self._open, self._bridged, self._colon, self._rest = False, 0, False, ""
         self._inside, self._headed, self._header = True, False, list[int]()
@@ -399,9 +398,10 @@ class BoundaryState:
         self.ended = True
         self.closing_written = closing_written
         self.thinking_tokens -= tokens
-        self._since, self.end_tokens = tokens, 0 if self.calls else tokens
-        if (start := self._format.format.think_start) and not self._alone:
-            again = Marker(start if self._channels else f"\n{start}", self._format.texts)
+        self._since, self.end_tokens, fmt = tokens, 0 if self.calls else tokens, self._format
+        if (start := fmt.format.think_start) and not self._alone:
+            role = fmt.closing_ids[1 : 1 + self._channels.role_tokens] if self._channels else ()
+            again = Marker((fmt.text(role) or "\n") + start, fmt.texts)
             self._reopening = MarkerState(again, self.overhang or "\n")
 
     def _in_thinking_message(self, token: int, channels: Channels) -> bool:

@@ -272,7 +272,9 @@ def test_a_sentence_before_the_closing(models: Models) -> None:
     text, record = write(model, "First.\n\nThen.", wind_down=soft, **ALWAYS)
     assert plain.startswith("First.\n\n</think>\n\n\\boxed{")
     assert text.startswith(f"First.\n\n{soft}</think>\n\n\\boxed{{")
-    assert record == before  # what is forced is no thinking of the model's
+    # What is forced is no thinking of the model's; the answer behind it is another one.
+    told = [replace(one, answer_tokens=0, rethinks=0) for one in (record, before)]
+    assert told[0] == told[1]
     with pytest.raises(ValueError, match="with the markers '</think>'"):
         write(model, "First.", wind_down="So: </think>", **ALWAYS)
     fmt = FORMS["softly"]

@@ -272,8 +272,11 @@ def test_harmony_other_messages_think_nothing(harmony: Family, message: str) -> 
     assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)
     state = fmt.boundary_state([*trace, fmt.think_end_id])
     assert (state.ended, state.closing_written) == (True, 1)
-    # After the analysis has ended, nothing more is thinking.
-    assert fmt.boundary_state([*thought, *end, *trace]).thinking_tokens == len(thought)
+    # After the analysis has ended, nothing more is thinking, until there is another one.
+    after = fmt.boundary_state([*thought, *end, *other, *end[:1]])
+    assert (after.ended, after.thinking_tokens) == (True, len(thought))
+    again = fmt.boundary_state([*thought, *end, *trace])
+    assert (again.ended, again.thinking_tokens) == (False, len([*thought, *end, *trace]))
 
 
 def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:
