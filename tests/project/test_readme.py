@@ -1,40 +1,35 @@
-"""The README's Python blocks, run as they stand but for the base: the embedded reasoner."""
+"""The README's Python blocks, run as they stand but for their sizes."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from ospruner.demo import REASONER
-from ospruner.demo.shipped import draw_split
+# Two hundred traces and forty passes would take minutes.
+SMALL = {
+    '("train", 200), ("test", 60)': '("train", 30), ("test", 16)',
+    'StopConfig("policy")': 'StopConfig("policy", num_train_epochs=2)',
+}
 
 
-def test_the_three_uses_run_as_written(
+def test_the_three_programs_run_as_written(
     repo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (repo_dir / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    load, make, compare = blocks
+    page = (repo_dir / "README.md").read_text()
+    stop, make, compare = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps(vars(one)) for one in draw_split("train", 60, 5)]
-    Path("toy.jsonl").write_text("\n".join(lines))
-    names: dict[str, object] = {}
-    # The embedded reasoner rambles on now and then; 15,000 tokens of that would take minutes.
-    small = {
-        '"deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"': repr(str(REASONER)),
-        '"deepscaler"': '"toy.jsonl"',
-        "15_000": "400",
-        'StopConfig("policy"': 'StopConfig("policy", num_train_epochs=2',
-    }
-    for old, new in small.items():
+    exec(stop, {})
+    plain, stopped = capsys.readouterr().out.split("<|im_end|>")
+    assert "48+54=102. Good." in plain
+    assert stopped.strip().endswith("\\boxed{16}\npolicy 36")
+    assert "policy 36" in page
+    for old, new in SMALL.items():
         assert old in make
         make = make.replace(old, new)
+    names: dict[str, object] = {}
     exec(make, names)
     exec(compare, names)
     printed = capsys.readouterr().out
-    for method in ("full trace", "OS-Pruner", "fixed budget"):
+    for method in ("full trace", "OS-Pruner, one policy  price=3e-4", "fixed budget"):
         assert method in printed
     assert Path("pareto.png").is_file()
-    exec(load.replace("runs/demo/policy", "policy"), {})
-    assert "</think>" in capsys.readouterr().out
