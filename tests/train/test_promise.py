@@ -355,8 +355,8 @@ def test_what_is_no_promise_is_refused(
     with pytest.raises(ValueError, match="are among those that .* was trained on"):
         calibrate(fixed, labelled / "train", 0.1)
     known = load_labels(labelled / "train")
-    again = known.traces.map(lambda row: {"problem_id": f"new/{row['problem_id']}"}).select([0, 1])
-    with pytest.raises(ValueError, match=r"2 problems .* under whatever id"):
+    again = known.traces.map(lambda row: {"problem_id": f"new/{row['problem_id']}"})
+    with pytest.raises(ValueError, match=r"\d+ problems .* under whatever id"):
         calibrate(fixed, replace(known, traces=again, data_hash="0" * 64), 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
         calibrate(fixed, labels, 0.1, values=[0.5, 0.9])
