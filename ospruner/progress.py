@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Protocol
 
 from rich import progress as bars
@@ -28,11 +30,22 @@ def silent(phase: str, done: int, total: int, note: str = "") -> None:
     """The callback that shows nothing."""
 
 
-UNITS = {"sample": "traces", "fork": "traces", "trunk": "traces", "train": "batches"}
+UNITS = {
+    "grade": "traces",
+    "sample": "traces",
+    "fork": "traces",
+    "trunk": "traces",
+    "train": "batches",
+}
+
+
+SECONDS_A_LINE = 20.0
 
 
 class PhaseBars(bars.Progress):
     """One bar a phase, drawn while the context is open; call it as a `Progress`.
+
+    Where nobody draws (a pipe, a file), lines say what has begun, where it is, and what is done.
 
     Attributes:
         name: what the phases belong to, written before each phase's name.
@@ -48,8 +61,10 @@ class PhaseBars(bars.Progress):
             bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[note]}", markup=False),
             console=console,
+            disable=not console.is_terminal,
         )
         self.name = name
+        self._told: dict[str, float] = {}  # when a phase's last line was printed
         self._of_phase: dict[str, bars.TaskID] = {}
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
@@ -60,3 +75,12 @@ class PhaseBars(bars.Progress):
             unit = UNITS.get(kind, kind)
             self._of_phase[label] = self.add_task(label, unit=unit, note="")
         self.update(self._of_phase[label], completed=done, total=total, note=note)
+        if self.disable:
+            self._say(label, done, total, note)
+
+    def _say(self, label: str, done: int, total: int, note: str) -> None:
+        now, last = time.monotonic(), self._told.get(label, -math.inf)
+        if last < math.inf and (done >= total or now - last >= SECONDS_A_LINE):
+            self._told[label] = math.inf if done >= total else now
+            unit = self.tasks[self._of_phase[label]].fields["unit"]
+            self.console.print(f"{label}: {done} of {total} {unit} {note}".rstrip(), markup=False)

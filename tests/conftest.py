@@ -289,4 +289,4 @@ def _run_demo(out: Path) -> DemoRun:
         command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return DemoRun(out, done.stdout, shards)
+    return DemoRun(out, done.stdout + done.stderr, shards)

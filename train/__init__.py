@@ -14,3 +14,9 @@ run_folder          whose a run's folder is, and where a stopped run goes on
 optimiser           AdamW, and the mean of its last weights
 sinks               attention with sinks in fused kernels
 """
+
+import logging
+
+# transformers' TrainingArguments import peft, and that bitsandbytes, which warns on CPUs of a
+# package that only its own 4-bit layers would use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -102,13 +102,15 @@ def build_page(source: Source) -> Any:
         columns = gr.HTML(columns_html(AppColumn(), AppColumn()), elem_id="columns")
 
         def answer(
-            text: str, price: float | None, budget: int | None, temperature: float,
+            text: str | None, price: float | None, budget: int | None, temperature: float,
             seed: int | None, tokens: float,
         ) -> Iterator[Any]:  # fmt: skip
             given = {"price": price, "max_thinking_tokens": budget}
             settings = {name: value for name, value in given.items() if value is not None}
             try:
-                asked = Question(text.strip(), settings, temperature, seed or 0, int(tokens))
+                asked = Question(
+                    (text or "").strip(), settings, temperature, seed or 0, int(tokens)
+                )
                 yield from shown(source, asked)
             except (ValueError, TypeError, OSError) as error:
                 raise gr.Error(str(error), duration=None, title="This cannot be asked") from None

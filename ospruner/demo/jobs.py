@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from ospruner.progress import Progress
 
@@ -92,6 +93,7 @@ def _begin(told: Any) -> None:
     global _told
     _told = told
     torch.set_num_threads(1)
+    disable_progress_bar()  # transformers' own bars would break into ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

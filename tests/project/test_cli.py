@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
@@ -156,3 +158,13 @@ def test_brackets_in_paths_and_names_are_printed_as_they_are() -> None:
         console.print(bars.get_renderable(), soft_wrap=True)
     assert written.get().count("[v2]") >= 8
     assert "[bold]x[/bold]" in written.get()
+
+
+def test_into_a_pipe_phases_are_lines() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with PhaseBars(console, "label") as bars:
+        for done in (0, 4, 8, 8):
+            bars("sample", done, 8, "note" * (done == 8))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines == ["label: sample: 0 of 8 traces", "label: sample: 8 of 8 traces note"]
