@@ -162,6 +162,12 @@ def calibrate(
     shown = max(kept, 0)
     value, outcome = outcomes[shown]
     natural = table.natural_correct
+    enough = None if kept >= 0 else problems_needed(tested[0], max_loss, level / 2, test)
+    while enough is not None and enough < 4 * len(order):  # these did not do: more like them must
+        more = [np.resize(lost, (1, enough)) for lost in tested]
+        if enough > len(order) and boldest_kept(more, max_loss, level, test, variance)[0] >= 0:
+            break
+        enough = max(math.ceil(1.1 * enough), len(order) + 1)
     return Calibration(
         value=value if kept >= 0 else None,
         loss=float(tested[shown].mean()),
@@ -172,7 +178,7 @@ def calibrate(
         natural_accuracy=None
         if np.isnan(natural).all()
         else float(_by_problem(table, np.nan_to_num(natural)).mean()),
-        enough=None if kept >= 0 else problems_needed(tested[0], max_loss, level / 2, test),
+        enough=enough,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from datasets import Dataset
 
 from ospruner.rules.families import Family, StopRule
 
@@ -35,6 +36,7 @@ from .measured import (
 )
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
+from .problems.problem import shared_problems
 from .replay import Outcome, replay, replay_full
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
@@ -125,7 +127,7 @@ def compare(
     """
     table = test.table
     if choose_on is not None:
-        refuse_shared(table, choose_on.table)
+        refuse_shared(test.dataset, choose_on.dataset)
     prices = worth_asking(table) if prices is None else tuple(prices)
     rules, left_out = _rules_of(methods, test, choose_on, train)
     if methods and not rules:
@@ -171,11 +173,11 @@ def compare(
     )
 
 
-def refuse_shared(test: TraceTable, choose_on: TraceTable) -> None:
-    """Raises ValueError where a problem is in both."""
-    if shared := set(test.problem_ids) & set(choose_on.problem_ids):
+def refuse_shared(test: Dataset, choose_on: Dataset) -> None:
+    """Raises ValueError where a problem's text is in both."""
+    if shared := shared_problems(test["problem"], choose_on["problem"]):
         raise ValueError(
-            f"{len(shared)} problems, such as {min(shared)!r}, are in the labels and in those to "
+            f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
             "choose on: what is chosen on a problem must not be measured on it"
         )
 

@@ -89,6 +89,9 @@ class AesVariant:
 AES_ABSOLUTE = AesVariant()
 """The variant that the numbers of the paper's Table 1 follow, and our default."""
 
+CHOSEN_BY = "highest AES on the validation traces"
+"""The one rule by which a price or threshold is chosen where nobody names one."""
+
 AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 """The variant that the paper's text (section 5) prints."""
 
@@ -146,31 +149,3 @@ def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, price: float) -> Floa
     if not (math.isfinite(price) and price >= 0):
         raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
     return np.asarray(accuracy, np.float64) - price * np.asarray(tokens, np.float64)
-
-
-def largest_reduction(
-    accuracy: npt.ArrayLike, tokens: npt.ArrayLike, base_accuracy: float, max_loss: float = 0.01
-) -> int | None:
-    """The candidate with the fewest tokens among those that lose at most `max_loss` accuracy.
-
-    Args:
-        accuracy: (C,) each candidate's accuracy on validation.
-        tokens: (C,) its mean thinking tokens there.
-        base_accuracy: the full trace's accuracy there.
-        max_loss: accuracy that may be lost, in [0, 1]; .01 is one point.
-
-    Returns:
-        Its number (of equals the more accurate, then the first); None where no candidate is
-        accurate enough: then the full trace is kept.
-
-    Raises:
-        ValueError: `max_loss` outside [0, 1].
-    """
-    if not 0.0 <= max_loss <= 1.0:
-        raise ValueError(f"max_loss is {max_loss!r}; it must lie in [0, 1] (one point is .01)")
-    acc, length = np.asarray(accuracy), np.asarray(tokens)
-    allowed = np.flatnonzero(acc >= base_accuracy - max_loss - 1e-12)
-    if not allowed.size:
-        return None
-    order = np.lexsort((-acc[allowed], length[allowed]))  # stable: by tokens, then accuracy
-    return int(allowed[order[0]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,10 +144,7 @@ class TraceTable:
         grades = padded("forced_correct", np.nan, np.float64)
         ungraded = np.isnan(grades).sum(axis=1)
         if ungraded.sum() == mask.sum():
-            raise ValueError(
-                "forced_correct is null everywhere: the labels are not graded; "
-                "label problems that have reference answers"
-            )
+            raise ValueError(_told_ungraded(dataset["ungraded_reasons"]))
         lengths = padded("step_ends", 0, np.int64)
         index, problems = pd.factorize(columns.column("problem_id").to_pandas())
         return cls(
@@ -165,6 +164,22 @@ class TraceTable:
             families=columns.column("family").to_pylist(),
             ungraded=ungraded,
         )
+
+
+def _told_ungraded(reasons: Iterable[Sequence[str | None]]) -> str:
+    """Why no forced answer has a grade, and what to do."""
+    counts = Counter(why for row in reasons for why in row)
+    if not counts.total() - counts[None]:
+        return "the labels are not graded: grade them, `ospruner labels regrade FOLDER`"
+    told = ", ".join(f"{why}: {n}" for why, n in counts.most_common() if why)
+    said = f"none of the {counts.total()} forced answers has a grade ({told}): "
+    if counts["no answer"] > counts.total() / 2:
+        return (
+            f"{said}the model closed no box, so that there is nothing to grade. Look at "
+            "forced_answers; give the base its own --format (`ospruner doctor BASE` names it), or "
+            "a larger --set max_answer_tokens"
+        )
+    return f"{said}look at forced_answers and at the problems' reference answers"
 
 
 def _numpy(column: Any, null: Any) -> npt.NDArray[Any]:

@@ -26,7 +26,14 @@ from ospruner.train.labels.folder import data_hash, shards_of
 
 from .staging import Base, scrubbed
 
-__all__ = ["CARD_FILE", "PICTURE_FILE", "labels_card", "policy_card", "read_policy_config"]
+__all__ = [
+    "CARD_FILE",
+    "PICTURE_FILE",
+    "labels_card",
+    "policy_card",
+    "read_policy_config",
+    "told_default",
+]
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "pareto.png"
@@ -92,6 +99,7 @@ def policy_card(
     )
     details = dict(record.details)
     warning = without_paths(details.pop("warning", ""))
+    chosen_by = details.pop("price_chosen_by", "")
     details.pop("trained_on", None)  # thousands of names of problems
     return ModelCard.from_template(
         data,
@@ -107,6 +115,7 @@ def policy_card(
         command=without_paths(record.command),
         provenance=record,
         warning=warning,
+        price_chosen_by=chosen_by,
         settings=_settings(details),
         results=_results_markdown(results) if results is not None and len(results.rules) else "",
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
@@ -193,6 +202,14 @@ def read_policy_config(folder: Path) -> OSPrunerConfig:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return config
+
+
+def told_default(folder: Path) -> str:
+    """The default price of a policy of every price, and the rule that chose it; "" of others."""
+    if not (folder / "config.json").is_file() or read_policy_config(folder).prices is None:
+        return ""
+    chosen_by = read_provenance(folder).details.get("price_chosen_by", "")
+    return f"The default price is {read_policy_config(folder).price:g}: {chosen_by}."
 
 
 def _results_markdown(results: Results) -> str:

@@ -30,7 +30,14 @@ from ospruner.provenance import (
 )
 from ospruner.train.labels.folder import MANIFEST, read_manifest, refuse_damage, refuse_other_data
 
-from .cards import CARD_FILE, PICTURE_FILE, labels_card, policy_card, read_policy_config
+from .cards import (
+    CARD_FILE,
+    PICTURE_FILE,
+    labels_card,
+    policy_card,
+    read_policy_config,
+    told_default,
+)
 from .probes import PROBES_FILE, load_policy, probe
 from .staging import (
     Base,
@@ -193,7 +200,7 @@ def _stage_policy(
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, out / name)
     values = read_object(out / "config.json")
-    values |= {"base_model_name_or_path": base.id, "base_revision": base.revision}
+    values |= {"base_model_name_or_path": base.id, "base_revision": base.revision or None}
     for part in (values, values.get("text_config") or {}):
         part.pop("_name_or_path", None)  # a path of this machine
     write_json(out / "config.json", values)
@@ -207,6 +214,7 @@ def _stage_policy(
     sizes = seal(out)
     message = f"policy: {base.id}, {config.method} (published with ospruner)"
     kept_back = [name for name in left_out if name not in sizes]
+    remarks += [said] if (said := told_default(folder)) else []
     return Published(out, "model", message, sizes, kept_back, remarks)
 
 
@@ -321,13 +329,18 @@ def _published_files(repo: str, kind: str, api: HfApi) -> list[str]:
 def _find_base(
     pinned: str, pinned_revision: str | None, release: Release, api: HfApi | None
 ) -> tuple[Base, list[str]]:
-    """The base on the Hub, pinned by commit, with remarks; without `api` as the publisher says.
+    """The base on the Hub, pinned by commit, with remarks.
+
+    Without `api`, which a dry run has not, it is what the publisher says.
 
     Raises:
         ValueError: No repository is named, another one than that of the policy, one or a revision
             that the Hub does not have, or one whose weights are not those of the local folder.
     """
     local = not is_hub_id(pinned)
+    if local and release.base is None and api is None:
+        said = f"the base is a local folder ({Path(pinned).name}), which nobody else could load"
+        return Base(Path(pinned).name, ""), [f"{said}: to publish, name it on the Hub with --base"]
     if local and release.base is None:
         raise ValueError(
             f"the base is a local folder ({Path(pinned).name}), which nobody else could load: say "
@@ -340,7 +353,8 @@ def _find_base(
     name = release.base or pinned
     asked = release.base_revision or (None if local else pinned_revision)
     if api is None:
-        return Base(name, asked or ""), []
+        unpinned = f"the commit of {name} is asked for when it is published, or --base-revision"
+        return Base(name, asked or ""), [] if asked else [unpinned]
     info = ask_hub(f"base {name}", name, asked, api)
     said = info.card_data.to_dict() if info.card_data is not None else {}
     license = {key: said[key] for key in ("license", "license_name", "license_link") if key in said}

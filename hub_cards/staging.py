@@ -40,7 +40,7 @@ class Base:
 
     Attributes:
         id: Its repository.
-        revision: A commit's hash.
+        revision: A commit's hash; "" where a dry run asked nobody.
         license: The fields of its card that state a licence.
     """
 
@@ -49,7 +49,7 @@ class Base:
     license: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
+        if not re.fullmatch(r"([0-9a-f]{40})?", self.revision):
             raise ValueError(
                 f"revision={self.revision!r} must be a commit's hash, 40 hexadecimal digits: a "
                 "branch or a tag may move"
@@ -144,7 +144,7 @@ def write_record(folder: Path, out: Path, base: Base, code: bool) -> None:
         record,
         command=without_paths(record.command),
         base_model=base.id,
-        base_revision=base.revision,
+        base_revision=base.revision or None,
         details=scrubbed(record.details),
         code=code_state(_CODE_FOLDER, FLAT_FILES) if code else {},
     )

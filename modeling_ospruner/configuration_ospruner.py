@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -164,14 +165,17 @@ class OSPrunerConfig(PreTrainedConfig):
     ) -> Any:
         """As transformers'; OSError also of a file that nests too deeply to be read.
 
-        A base that begins with "../" lies beside the policy's folder, wherever that is.
+        A folder that is none, or holds policies and is none, is refused before the Hub is asked.
         """
+        check_place("policy", str(path))
+        own = Path(path, kwargs.get("subfolder") or "")
+        if own.is_dir() and not (own / "config.json").is_file():
+            inside = sorted(str(one.parent) for one in own.glob("*/config.json"))
+            hint = f"name a policy in it: {', '.join(inside)}" if inside else "train one there"
+            raise OSError(f"{own} is no policy, for it has no config.json: {hint}")
         try:
             found, rest = super().get_config_dict(path, **kwargs)
-            base = str(found.get("base_model_name_or_path"))
-            if base.startswith("../") and os.path.isdir(path):
-                found["base_model_name_or_path"] = os.path.abspath(os.path.join(path, base))
-            return found, rest
+            return found, {**rest, "name_or_path": str(path)}  # as AutoConfig says it
         except RecursionError as error:
             raise OSError(
                 f"{path}: its config.json nests too deeply ({error}): copy the policy again"
@@ -179,8 +183,15 @@ class OSPrunerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The configuration that a file holds; ValueError where it is none."""
+        """The configuration that a file holds; ValueError where it is none.
+
+        A base that begins with "../" lies beside the policy's folder, wherever that is.
+        """
         try:
+            own, name = kwargs.get("name_or_path", ""), "base_model_name_or_path"
+            if str(config_dict.get(name)).startswith("../") and os.path.isdir(own):
+                beside = os.path.abspath(os.path.join(own, config_dict[name]))
+                config_dict = config_dict | {name: beside}
             return super().from_dict(config_dict, **kwargs)
         except (
             TypeError,
@@ -244,6 +255,17 @@ class OSPrunerConfig(PreTrainedConfig):
     def prices(self) -> PriceRange | None:
         """The prices that the policy knows; None with the head "fixed"."""
         return None if self.price_range is None else PriceRange(*self.price_range)
+
+
+def check_place(what: str, name: str) -> None:
+    """Refuses what can be neither a folder here nor an id on the Hub, before the Hub is asked."""
+    first, _, rest = name.partition("/")
+    like_a_folder = "/" in rest or not first or (bool(rest) and os.path.isdir(first))
+    if like_a_folder and not os.path.exists(name):
+        why = f" (the Hub was not asked, for {first!r} is a folder here)" * os.path.isdir(first)
+        raise FileNotFoundError(
+            f"{what} is {name!r}, where no folder is{why}: name one, or a Hub id, owner/name"
+        )
 
 
 def saved_by(version: str | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -429,6 +429,11 @@ def generate_pruned(
         if config.max_new_tokens is not None:
             longest = width + config.max_new_tokens
         check_length(base.config, max(width, longest), "prompt and answer")
+        if settings.mode == "sample" and settings.seed is None:
+            # From a copy: until its stop a row is what plain generate, seeded alike, would write.
+            generator = torch.Generator().set_state(torch.get_rng_state())
+            seed = int(torch.randint(2**62, (), generator=generator))
+            plan = replace(plan, settings=replace(settings, seed=seed))
     with asker:
         late = config.begin_suppress_tokens or ()
         hook = StopHook(plan, asker, records, on_step, constraints, late)
@@ -441,6 +446,8 @@ def generate_pruned(
             stopping_criteria=StoppingCriteriaList([AnswerEnd(hook, others, strings)]),
             **kwargs,
         )
+    if plan.settings.seed != settings.seed:
+        torch.rand(())  # greedy text drew nothing, and the next call shall draw anew
     if not isinstance(output, Tensor):
         output["stop"] = records
     return output, records

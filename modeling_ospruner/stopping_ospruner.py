@@ -104,7 +104,8 @@ class StopPolicyConfig:
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
             lose no more accuracy than this against the full trace; it gives mode, threshold and
             price, and holds for greedy forced answers alone.
-        seed: of the draws in mode "sample".
+        seed: of the draws in mode "sample", also of greedy text. None: another in each call, as
+            torch's generator says (`torch.manual_seed`).
         first_sample_index: the index of the call's first row, for runs over several calls.
         min_thinking_tokens: no stop before so many.
         max_thinking_tokens: stop at the first step end with at least so many. None: no budget.
@@ -124,7 +125,7 @@ class StopPolicyConfig:
     threshold: float | None = None
     price: float | None = None
     max_loss: float | None = None
-    seed: int = 0
+    seed: int | None = None
     first_sample_index: int = 0
     min_thinking_tokens: int = 0
     max_thinking_tokens: int | None = None
@@ -399,7 +400,7 @@ class StopRow:
         if stops is None and settings.threshold is not None:
             stops = signal >= settings.threshold
         elif stops is None:
-            stops = uniform(settings.seed, self._sample_index, step) < signal
+            stops = uniform(settings.seed or 0, self._sample_index, step) < signal
         if stops and self._length >= max(settings.min_thinking_tokens, self._plan.least_tokens):
             record.reason = "policy" if settings.rule is None else settings.rule.reason
         elif self._length >= (settings.max_thinking_tokens or math.inf):

@@ -27,8 +27,8 @@ from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.measured import measure
 from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.problems.problem import text_key
 from ospruner.eval.problems.registry import open_task
-from ospruner.eval.problems.sources import text_key
 from ospruner.eval.replay import Outcome, replay, replay_full, stop_weights
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, policy_card

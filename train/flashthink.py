@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.configuration_ospruner import VERSION, check_place
 from modeling_ospruner.modeling_ospruner import WEIGHTS, load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import plain_text_config
@@ -134,6 +134,7 @@ class Verifier:
 
 def load_verifier_base(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A verifier model and its tokenizer; `name` is the folder or Hub id of any causal LM."""
+    check_place("verifier", name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from datasets import Dataset, DatasetDict
 
+from ospruner.eval.problems.problem import shared_problems, text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import BoolArray, IntArray, TraceTable
 
@@ -45,25 +46,25 @@ def labels_of(source: LabelSource) -> Labels:
     return load_mix([source] if single else source)  # type: ignore[arg-type]
 
 
-def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> BoolArray:
+def held_out_split(problems: Sequence[str], held_out: int | None, seed: int) -> BoolArray:
     """(N,) which of N traces are held out: all those of some problems, drawn with the seed.
 
     Args:
-        problem_ids: of each trace.
+        problems: what tells them apart, of each trace.
         held_out: how many problems; None for 500 as in the paper, or a fifth of fewer than 2,500.
         seed: another seed chooses other problems.
 
     Raises:
         ValueError: no problem would be left on one side.
     """
-    problems = sorted(set(problem_ids))
-    count = min(HELD_OUT_PROBLEMS, len(problems) // 5) if held_out is None else held_out
-    if not 1 <= count < len(problems):
+    among = sorted(set(problems))
+    count = min(HELD_OUT_PROBLEMS, len(among) // 5) if held_out is None else held_out
+    if not 1 <= count < len(among):
         raise ValueError(
-            f"held_out is {count}, of {len(problems)} problems: at least one must be held out and "
+            f"held_out is {count}, of {len(among)} problems: at least one must be held out and "
             "one left to train on. Label more problems, or give a validation set"
         )
-    return np.isin(problem_ids, random.Random(seed).sample(problems, count))
+    return np.isin(problems, random.Random(seed).sample(among, count))
 
 
 def split_labels(
@@ -85,7 +86,7 @@ def split_labels(
     ends = np.cumsum([len(one.traces) for one in (labels.parts or {"": labels}).values()])
     domains = [rows[:limit] for rows in np.split(np.arange(len(traces)), ends[:-1])]
     if others is None:
-        ids = np.array(traces["problem_id"])
+        ids = np.array([text_key(text) for text in traces["problem"]])
         held = [held_out_split(ids[rows].tolist(), held_out, seed) for rows in domains]
         pairs = list(zip(domains, held, strict=True))
         training = np.concatenate([rows[~one] for rows, one in pairs])
@@ -106,10 +107,10 @@ def split_labels(
     for name, part in (labels.parts or {"": labels}).items():
         _refuse_other_settings(part.settings, others.parts.get(name, others).settings)
     found = traces.select(np.concatenate(domains)), others.traces
-    if shared := set(found[0]["problem_id"]) & set(found[1]["problem_id"]):
+    if shared := shared_problems(found[0]["problem"], found[1]["problem"]):
         raise ValueError(
             f"{len(shared)} problems are in both the training and the validation traces, such as "
-            f"{min(shared)!r}: split by problem"
+            f"{shared[0]!r:.60}: split by problem"
         )
     return found
 

@@ -15,9 +15,9 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import Rule
+from ospruner.eval.intervals import Chosen, Rule
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
-from ospruner.eval.metrics import largest_reduction
+from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
@@ -35,10 +35,10 @@ Trainable = OSPrunerForCausalLM | Verifier
 
 BASELINE_THRESHOLD = 0.9
 """A baseline's threshold until one is chosen on validation: the paper's most careful one."""
-CHOSEN_LOSS = 0.01
-CHOSEN_BY = (
-    f"fewest tokens among prices that lose at most {CHOSEN_LOSS} accuracy on the validation traces"
-)
+FEWEST_STEPS = 100
+"""Optimiser steps below which a policy has hardly left its random start."""
+LITTLE = 0.01
+"""Accuracy that a careful price may lose."""
 TRIVIAL = 0.01
 """A policy this near to one of the two trivial rules, in tokens, is as good as that rule."""
 _SHOWN_EVERY = 5  # of a frontier's prices, among the results
@@ -136,6 +136,7 @@ def save_policy(
     said: Predicted,
     table: TraceTable,
     seed: int,
+    steps: int,
     details: Mapping[str, Any],
 ) -> SavedPolicy:
     """Saves a policy with its results on the validation traces, and its record.
@@ -151,26 +152,23 @@ def save_policy(
         said: what it says on the validation traces.
         table: these traces.
         seed: of the run.
+        steps: optimiser steps that it took.
         details: what the record shall hold, JSON values; `data_hash` is that of the labels.
     """
     config, full, facts = model.config, replay_full(table), dict(details)
+    frontier: dict[float, Outcome] = {}
     if config.prices is None:
         outcomes = {price: replayed(model, table, said, price)}
         method = METHOD_NAMES[config.method]
     else:
+        method = EVERY_PRICE
         frontier = {one: replayed(model, table, said, one) for one in config.prices.grid()}
-        number = largest_reduction(
-            [one.accuracy for one in frontier.values()],
-            [one.mean_tokens for one in frontier.values()],
-            full.accuracy,
-            CHOSEN_LOSS,
-        )
-        price = list(frontier)[number or 0]
+        prices = [Rule(method, one, k, "price", validation=(one,)) for k, one in frontier.items()]
+        price = Chosen(prices, full, table.problem_index).taken().parameter or 0.0
         facts["price_chosen_by"] = CHOSEN_BY
         outcomes = {one: frontier[one] for one in sorted({*list(frontier)[::_SHOWN_EVERY], price})}
-        method = EVERY_PRICE
     config.price, outcome = price, outcomes[price]
-    if warning := warning_about(table, outcome):
+    if warning := warning_about(table, outcome, price, steps, [*frontier.values()]):
         facts["warning"] = warning
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(
@@ -202,23 +200,49 @@ def save_policy(
     return SavedPolicy(folder, config.method, price, *own, *whole, warning)
 
 
-def warning_about(table: TraceTable, outcome: Outcome) -> str:
-    """Says that a policy is one of the two trivial rules, "" where it is neither.
+def warning_about(
+    table: TraceTable, outcome: Outcome, price: float, steps: int, prices: Sequence[Outcome] = ()
+) -> str:
+    """What shows that a policy learned little, each with what to change; "" for nothing.
 
-    Where thinking goes from E[L_1] (stop at the first step) to E[L_T] (never stop), the policy's
-    E[tokens] lies at either end.
+    Where thinking goes from E[L_1] (stop at the first step) to E[L_T] (never stop), a policy whose
+    E[tokens] lies at either end is one of the two trivial rules.
 
     Args:
         table: traces on which it was tried.
-        outcome: of the policy on them.
+        outcome: of the policy on them, at its own price.
+        price: that; 0 for a classifier.
+        steps: optimiser steps that it took.
+        prices: outcomes at all prices, of a policy of every price.
     """
-    first, full = float(table.lengths[:, 0].mean()), float(table.full_tokens.mean())
-    if outcome.mean_tokens >= full - TRIVIAL * (full - first):
-        saved = max(0.0, 1 - outcome.mean_tokens / full)
-        return (
-            "never stops: on the validation traces it equals the full trace and saves "
-            f"{100 * saved:.1f} % of its tokens"
+    first, full = float(table.lengths[:, 0].mean()), replay_full(table)
+    near, found = TRIVIAL * (full.mean_tokens - first), []
+    if steps < FEWEST_STEPS:
+        found.append(
+            f"took {steps} optimiser steps, of at least {FEWEST_STEPS} that it needs: leave "
+            "num_train_epochs out or raise it, or label more problems"
         )
-    if outcome.mean_tokens <= first + TRIVIAL * (full - first):
-        return "always stops: on the validation traces at the first step, whatever stands there"
-    return ""
+    if outcome.mean_tokens >= full.mean_tokens - near:
+        saved = max(0.0, 1 - outcome.mean_tokens / full.mean_tokens)
+        found.append(
+            "never stops: on the validation traces it equals the full trace and saves "
+            f"{100 * saved:.1f} % of its tokens: train on higher prices, or on more labels"
+        )
+    elif outcome.mean_tokens <= first + near:
+        found.append(
+            "always stops: on the validation traces at the first step, whatever stands there: "
+            "train on lower prices, or on problems that need thinking"
+        )
+    lost = full.accuracy - outcome.accuracy
+    if lost > price * (full.mean_tokens - outcome.mean_tokens) > 0:
+        found.append(
+            f"is worse than never stopping at its own price {price:g}: on the validation traces "
+            f"it loses {100 * lost:.1f} points, and the tokens that it saves are worth fewer: "
+            "generate with a lower price, or train on more labels"
+        )
+    if prices and max(one.accuracy for one in prices) < full.accuracy - LITTLE:
+        found.append(
+            "loses more than a point on the validation traces at every price: train on lower "
+            "prices, or on more labels"
+        )
+    return "; it ".join(found)

@@ -33,7 +33,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from modeling_ospruner.policy_ospruner import is_quantised, price_logits
-from ospruner.eval.problems.sources import text_key
+from ospruner.eval.problems.problem import text_key
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
@@ -369,7 +369,7 @@ class StopTrainer(Trainer):
             facts = {**self._facts, "settings": self._identity["settings"]}
             saved = save_policy(
                 self._out / stage.name, self.stop_model, self._tensors(), stage.price or 0.0, said,
-                self.eval_traces.table, self.args.seed, facts,
+                self.eval_traces.table, self.args.seed, self._stage_steps, facts,
             )  # fmt: skip
             told = {name: value for name, value in vars(saved).items() if name != "path"}
             note_policy(self._out, stage.name, told)

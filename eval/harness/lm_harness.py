@@ -26,6 +26,7 @@ from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.engines.interface import end_ids
+from ospruner.engines.opening import device_named
 from ospruner.formats import follow
 
 LOGGED = "ospruner"
@@ -77,7 +78,9 @@ class OSPrunerLM(HFLM):
         model: Any = OSPrunerForCausalLM.from_pretrained(policy, dtype=dtype or "auto", **pinned)
         if self.settings is not None:  # what the policy does not promise is refused at once
             self.settings.with_defaults(model.config)
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # lm_eval's command line says cuda:0 where its user says nothing.
+        unsaid = device == "cuda:0" and not torch.cuda.is_available()
+        model.to(device_named(None if unsaid else device))
         super().__init__(
             model,
             backend="causal",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
+import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +43,55 @@ def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
     if not fmt.user_instruction:
         return problem.problem
     return f"{problem.problem}\n\n{fmt.user_instruction}"
+
+
+# LaTeX commands that change how a formula looks, not what it says.
+_LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
+_NAMES = {"≤": "le", "≥": "ge", "≠": "ne", "×": "times", "÷": "div", "·": "cdot", "√": "sqrt",
+          "∪": "cup", "∩": "cap", "∞": "infty", "π": "pi", "−": "-", "–": "-"}  # fmt: skip
+_SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
+
+
+def normalised_text(text: str) -> str:
+    r"""What a problem says: its letters, numbers, signs and symbols, in lower case.
+
+    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation, `\dfrac`, and in how
+    they write a sign (`≤`, `\le`, `\leq`) or thousands; but `1,2` is not `12`.
+    """
+    text = _LOOKS.sub("", unicodedata.normalize("NFKC", text).lower())
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    for sign, name in _NAMES.items():
+        text = text.replace(sign, name)
+    text = re.sub(r"\\(le|ge|ne)q(?![a-z])", r"\\\1", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    thousands = r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])"
+    text = re.sub(thousands, lambda found: found[0].replace(",", ""), text)
+    text = _SEPARATED.sub(lambda found: found[1] if found[1] in ",;:" else "~", text)
+    said = re.findall(r"[^\W_]|(?<=\d)[.,;:](?=\d)|[-+*/^_=<>|!%()~]|[^\x00-\x7f\w\s]", text)
+    return "".join(c for c in said if c.isascii() or c.isalnum() or unicodedata.category(c) == "Sm")
+
+
+def text_key(text: str) -> str:
+    """A short name (16 hex digits) of a problem's normalised text: equal in all its copies."""
+    return _digest(normalised_text(text))
+
+
+def text_key_1(text: str) -> str:
+    """The first version of `text_key`, blind to many signs: it names held-out problems and ids."""
+    text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]", "",
+                  unicodedata.normalize("NFKC", text).lower())  # fmt: skip
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    return _digest("".join(re.findall(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]", text)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def shared_problems(texts: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Those of some problems' texts that others hold too, by `text_key`, whatever their ids."""
+    known = set(map(text_key, set(others)))
+    return sorted(one for one in set(texts) if text_key(one) in known)
 
 
 Columns = Mapping[str, Sequence[str]]
@@ -121,7 +173,7 @@ def problems_from_rows(
 ) -> list[Problem]:
     """Makes problems of rows (dicts or a `datasets.Dataset`) with `id`, `problem` and `answer`.
 
-    Numbers are taken as answers too. Where there is no `id` column, the row number is the id.
+    Numbers are taken as answers too. A row without an `id` gets its text's `text_key`.
 
     Args:
         rows: the rows, read only as far as `limit`.
@@ -144,14 +196,16 @@ def problems_from_rows(
         own_id, family = (first_of(row, columns[name]) for name in ("id", "family"))
         if not (own_id is None or isinstance(own_id, str) or _is_number(own_id)):
             raise ValueError(f"{where}: the id is {own_id!r}; it must be a text or a number")
+        text = _text(row, "problem", columns["problem"], where)
+        answer = _text(row, "answer", columns["answer"], where)
         problem = Problem(
-            str(number if own_id is None else own_id),
-            _text(row, "problem", columns["problem"], where),
-            _text(row, "answer", columns["answer"], where),
-            str(family or ""),
+            text_key(text) if own_id is None else str(own_id), text, answer, str(family or "")
         )
         if problem.id in problems:
-            raise ValueError(f"{where}: the id {problem.id!r} was used before; ids must be unique")
+            said = f"{where}: the id {problem.id!r} was used before; ids must be unique"
+            if own_id is None:
+                said = f"{where}: the problem {text!r:.60} stands there twice: drop one of them"
+            raise ValueError(said)
         problems[problem.id] = problem
     if not problems:
         raise ValueError(f"{source} holds no problems")

@@ -5,58 +5,25 @@ The same problem in two sets is found by its normalised text, whatever its id.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .problem import COLUMNS, Columns, Problem, first_of, problems_from_rows, read_rows
+from modeling_ospruner.configuration_ospruner import check_place
 
-# LaTeX commands that change how a formula looks, not what it says.
-_LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
-_NAMES = {"≤": "le", "≥": "ge", "≠": "ne", "×": "times", "÷": "div", "·": "cdot", "√": "sqrt",
-          "∪": "cup", "∩": "cap", "∞": "infty", "π": "pi", "−": "-", "–": "-"}  # fmt: skip
-_SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
-
-
-def normalised_text(text: str) -> str:
-    r"""What a problem says: its letters, numbers, signs and symbols, in lower case.
-
-    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation, `\dfrac`, and in how
-    they write a sign (`≤`, `\le`, `\leq`) or thousands; but `1,2` is not `12`.
-    """
-    text = _LOOKS.sub("", unicodedata.normalize("NFKC", text).lower())
-    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
-    for sign, name in _NAMES.items():
-        text = text.replace(sign, name)
-    text = re.sub(r"\\(le|ge|ne)q(?![a-z])", r"\\\1", text)
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
-    thousands = r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])"
-    text = re.sub(thousands, lambda found: found[0].replace(",", ""), text)
-    text = _SEPARATED.sub(lambda found: found[1] if found[1] in ",;:" else "~", text)
-    said = re.findall(r"[^\W_]|(?<=\d)[.,;:](?=\d)|[-+*/^_=<>|!%()~]|[^\x00-\x7f\w\s]", text)
-    return "".join(c for c in said if c.isascii() or c.isalnum() or unicodedata.category(c) == "Sm")
-
-
-def text_key(text: str) -> str:
-    """A short name (16 hex digits) of a problem's normalised text: equal in all its copies."""
-    return _digest(normalised_text(text))
-
-
-def text_key_1(text: str) -> str:
-    """The first version of `text_key`, blind to many signs: it names held-out problems and ids."""
-    text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]", "",
-                  unicodedata.normalize("NFKC", text).lower())  # fmt: skip
-    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
-    return _digest("".join(re.findall(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]", text)))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+from .problem import (
+    COLUMNS,
+    Columns,
+    Problem,
+    first_of,
+    problems_from_rows,
+    read_rows,
+    text_key,
+    text_key_1,
+)
 
 
 def drop_overlaps(
@@ -243,6 +210,7 @@ def load_source(
     if is_file:
         rows = read_rows(dataset)
     else:
+        check_place("dataset", dataset)
         source["split"] = split or "train"
         rows = _hub_rows(dataset, None, source["split"])
     return Loaded(

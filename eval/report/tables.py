@@ -352,7 +352,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
     return _grid(
         frame,
         (MODEL, "method"),
-        (ACCURACY, LENGTH, AES),
+        (replace(ACCURACY, best=""), replace(LENGTH, best=""), AES),  # few tokens alone win nothing
         caption=f"Each method at its best AES, chosen {how}; {answer} answers. AES "
         f"{frame['aes_label'].iloc[0]}. {mean}",
         corner="Model / Method",

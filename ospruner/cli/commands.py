@@ -45,7 +45,7 @@ _JSON = opt("Write every number to this file too.", "--json", callback=_in_a_fol
 JsonFile = Annotated[Path | None, _JSON]
 Out = Annotated[Path, opt("Folder of the run; a stopped run continues.", file_okay=False)]
 Revision = Annotated[str | None, opt("Commit, branch or tag on the Hub.")]
-MAKE, USE, SHARE = "Make a policy", "Use it", "Share and look"
+MAKE, USE, SHARE = "Make a policy", "Use it", "Share it"
 
 LABEL = Fields(
     "ospruner.train.labels.label:LabelConfig",
@@ -80,6 +80,38 @@ CALIBRATING = Fields("ospruner.cli.settings:Calibrating", shown=None)
 SERVING = Fields("ospruner.cli.settings:Serving", shown=None)
 RELEASE = Fields("ospruner.hub_cards.publish:Release", shown=None, hidden=("repo",))
 PLAN = Fields("ospruner.doctor.plan:Workload")
+
+
+@app.command(rich_help_panel=MAKE)
+@with_fields(PLAN)
+def doctor(
+    context: typer.Context,
+    subject: Annotated[
+        str | None, arg("A base or a policy, as a folder or Hub id; optional.")
+    ] = None,
+    plan: Annotated[bool, opt("What labelling, training and serving will need.", "--plan")] = False,
+    revision: Revision = None,
+    format_name: Annotated[
+        str | None, opt("deepseek-r1, qwen3, harmony, plain, a .json.", "--format")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Step 0: check a base before you begin, or a policy; status 1 if something is wrong."""
+    given = fields_of(context, PLAN)
+    if plan:
+        from ospruner.doctor.plan import Workload, run_plan
+
+        if subject is None:
+            raise typer.BadParameter("--plan needs a base: ospruner doctor BASE --plan")
+        fine = run_plan(subject, revision, Workload(**given), console, json_file)
+    else:
+        from ospruner.doctor.examination import run_doctor
+
+        if given:
+            raise typer.BadParameter(f"{', '.join(given)}: fields of --plan; say that, too.")
+        fine = run_doctor(subject, revision, format_name, console, json_file)
+    if not fine:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=MAKE)
@@ -199,6 +231,7 @@ def train(
     json_file: JsonFile = None,
 ) -> None:
     """Train a policy on labelled traces; defaults follow from the labels and the base."""
+    from ospruner.hub_cards.cards import told_default
     from ospruner.progress import silent
     from ospruner.train.config import StopConfig
     from ospruner.train.trainer import StopTrainer
@@ -219,6 +252,8 @@ def train(
         accuracy = f"{100 * policy.accuracy:.1f}"
         table.add_row(policy.path.name, price, accuracy, f"{policy.tokens:.0f}", saved)
     console.print(table)
+    if said := told_default(trainer.policies[0].path):
+        console.print(said)
     for policy in trainer.policies:
         if policy.warning:
             console.print(Text("Warning:", "yellow"), f"{policy.path.name} {policy.warning}.")
@@ -291,6 +326,7 @@ def calibrate(
     there is right is told beside it.
     """
     from ospruner.calibrating import calibrate
+    from ospruner.hub_cards.cards import told_default
 
     said = {"confidence": 0.95, "mode": "threshold", **fields_of(context, CALIBRATING)}
     values, efforts = said.pop("values", None), said.pop("efforts", None)
@@ -307,6 +343,8 @@ def calibrate(
             share, loss = 100 * one["share"], 100 * one["loss"]
             table.add_row(name, *settings, f"{one['tokens']:.0f}", f"{share:.0f}", f"{loss:.1f}")
         console.print(table)
+    if default := told_default(Path(policy)):
+        console.print(f"{default} stop_policy={{'max_loss': {max_loss:g}}} uses the promise.")
     kept = {name: said[name] for name in ("confidence", "mode")}
     _write({"max_loss": max_loss, **kept, **asdict(found)}, json_file)
     if found.value is None:
@@ -320,12 +358,18 @@ def calibrate(
 @with_fields(SERVING)
 def serve(
     context: typer.Context,
-    policy: Annotated[str, arg("A policy, as a folder or Hub id.")],
+    policy: Annotated[
+        str | None, arg("A policy, as a folder or Hub id; default: a small one that ships.")
+    ] = None,
     engine: Annotated[str, opt("vllm or sglang.")] = "vllm",
     opt_in: Annotated[bool, opt("Stop only requests that say stop_policy.", "--opt-in")] = False,
 ) -> None:
     """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
     settings: dict[str, Any] = {"stop_policy": not opt_in}
+    if policy is None:
+        from ospruner.demo import POLICY
+
+        policy = str(POLICY)
     for name, value in fields_of(context, SERVING).items():
         key = name if name.endswith("_tokens") else f"stop_{name}"
         settings[key] = _by_effort(value) if name == "efforts" else value
@@ -345,7 +389,7 @@ def serve(
 def app_command(
     policy: Annotated[
         str | None,
-        arg("A policy, as a folder or Hub id; default: the demo's, made if need be."),
+        arg("A policy, as a folder or Hub id; default: the one that ships with the package."),
     ] = None,
     url: Annotated[
         str | None, opt("Ask a server of `ospruner serve` instead of a policy here.")
@@ -363,9 +407,9 @@ def app_command(
     if policy is None and url is None:
         if revision is not None:
             raise typer.BadParameter(f"--revision is {revision!r} without a policy: name it, too.")
-        from ospruner.demo.demo import policy_at_hand
+        from ospruner.demo import POLICY
 
-        policy = str(policy_at_hand(console))
+        policy = str(POLICY)
     open_app(open_source(policy, url, revision), host, port, browser)
 
 
@@ -436,38 +480,6 @@ def verify(
         table.add_row(verdict, check.question, check.detail)
     console.print(table)
     if not all(check.ok for check in checks):
-        raise typer.Exit(1)
-
-
-@app.command(rich_help_panel=SHARE)
-@with_fields(PLAN)
-def doctor(
-    context: typer.Context,
-    subject: Annotated[
-        str | None, arg("A base or a policy, as a folder or Hub id; optional.")
-    ] = None,
-    plan: Annotated[bool, opt("What labelling, training and serving will need.", "--plan")] = False,
-    revision: Revision = None,
-    format_name: Annotated[
-        str | None, opt("deepseek-r1, qwen3, harmony, plain, a .json.", "--format")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Check a base before you begin, or a policy; status 1 if something is wrong."""
-    given = fields_of(context, PLAN)
-    if plan:
-        from ospruner.doctor.plan import Workload, run_plan
-
-        if subject is None:
-            raise typer.BadParameter("--plan needs a base: ospruner doctor BASE --plan")
-        fine = run_plan(subject, revision, Workload(**given), console, json_file)
-    else:
-        from ospruner.doctor.examination import run_doctor
-
-        if given:
-            raise typer.BadParameter(f"{', '.join(given)}: fields of --plan; say that, too.")
-        fine = run_doctor(subject, revision, format_name, console, json_file)
-    if not fine:
         raise typer.Exit(1)
 
 

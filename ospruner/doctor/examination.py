@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from transformers import PreTrainedConfig
 
-from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.configuration_ospruner import VERSION, check_place
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.formats import named
 
@@ -44,6 +44,7 @@ def examine(
     report = Diagnosis(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report
+    check_place("the subject", subject)
     try:
         literals, _ = PreTrainedConfig.get_config_dict(subject, revision=revision)
         if not literals:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from modeling_ospruner.configuration_ospruner import check_place
 from ospruner.bases import refuse_no_tokenizer
 
 from .interface import Engine
@@ -81,7 +82,9 @@ def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenize
 
     Raises:
         ValueError: there is no such base, or it has no tokenizer.
+        FileNotFoundError: there is no such folder.
     """
+    check_place("base", base)
     try:
         refuse_no_tokenizer(base, {"revision": revision})
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, revision=revision)
@@ -98,7 +101,9 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
 
     Raises:
         ValueError: there is no such base, or it is a stopping policy.
+        FileNotFoundError: there is no such folder.
     """
+    check_place("base", base)
     try:
         file = cached_file(base, "config.json", revision=revision)
     except (OSError, ValueError) as error:

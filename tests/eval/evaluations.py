@@ -41,8 +41,10 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
 def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:
     """Labelled traces whose steps end there; columns that are not given say nothing."""
     traces = len(ends)
+    ids = columns.get("problem_id", [f"p{n}" for n in range(traces)])
     filled: dict[str, list[Any]] = {
-        "problem_id": [f"p{n}" for n in range(traces)],
+        "problem_id": ids,
+        "problem": [f"What is {one}?" for one in ids],
         "family": [""] * traces,
         "step_ends": ends,
         "forced_correct": [[0.0] * len(one) for one in ends],

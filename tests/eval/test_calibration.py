@@ -148,6 +148,14 @@ def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
     assert found.enough is not None
     assert f"about {found.enough:,} such problems" in found.told(0.02, 0.95)
     assert problems_needed(np.full(100, 1.0), 0.02, LEVEL) is None
+    # By approximation 88 would do of 90 that did not.
+    even = table(np.ones((90, 4)))
+    found = calibrate(even, candidates(even), 0.03)
+    assert (found.value, problems_needed(np.zeros(90), 0.03, LEVEL)) == (None, 88)
+    assert found.enough is not None
+    assert found.enough > 90
+    more = table(np.ones((found.enough, 4)))
+    assert calibrate(more, candidates(more), 0.03).value is not None
 
 
 @pytest.mark.parametrize("helped", [0.0, 0.01, 0.1])

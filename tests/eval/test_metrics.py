@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ospruner.eval.intervals import bootstrap_interval, bootstrap_means
-from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, largest_reduction
+from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 
 
 def test_aes_by_hand() -> None:
@@ -83,19 +83,3 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
 def test_metric_errors() -> None:
     with pytest.raises(ValueError, match="level is 95"):
         bootstrap_interval(np.zeros(2), np.array([0, 1]), level=95)
-
-
-def test_largest_reduction() -> None:
-    accuracy, tokens = [0.60, 0.595, 0.59, 0.589, 0.70], [100, 60, 40, 10, 50]
-    assert largest_reduction(accuracy, tokens, 0.60) == 2
-    assert largest_reduction(accuracy, tokens, 0.60, max_loss=0.0) == 4
-    assert largest_reduction(accuracy, tokens, 0.80) is None
-    assert largest_reduction([0.6, 0.7, 0.7], [40, 40, 40], 0.6) == 1
-    with pytest.raises(ValueError, match="max_loss is 1.5"):
-        largest_reduction(accuracy, tokens, 0.6, max_loss=1.5)
-
-
-def test_exactly_one_point_below_is_allowed() -> None:
-    """0.6 - 0.01 is not 0.59 in binary; a candidate exactly one point below still qualifies."""
-    for full in np.arange(10, 100) / 100:
-        assert largest_reduction([(round(full * 100) - 1) / 100], [1], float(full)) == 0

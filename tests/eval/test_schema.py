@@ -148,7 +148,7 @@ def test_trace_table_errors() -> None:
     with pytest.raises(ValueError, match="holds no traces"):
         TraceTable.from_dataset(dataset.select([]))
     ungraded = Dataset.from_list([{**row, "forced_correct": [None] * 3}], features=FEATURES)
-    with pytest.raises(ValueError, match="forced_correct is null everywhere"):
+    with pytest.raises(ValueError, match="the labels are not graded: grade them"):
         TraceTable.from_dataset(ungraded)
     short = Dataset.from_list([{**row, "forced_correct": [1.0]}], features=FEATURES)
     with pytest.raises(ValueError, match="forced_correct and step_ends"):

@@ -306,6 +306,10 @@ def test_staging_writes_into_empty_folders_and_over_a_dry_run(
         assert done.path == Path("runs/publish/x")
     assert all(check.ok for check in verify_folder(done.path, publisher.load))
     assert any("licence" in remark for remark in done.remarks)
+    local = publish(run_dir, "org/local", dry_run=True)  # a base that is not on the Hub yet
+    assert any("to publish, name it on the Hub with --base" in one for one in local.remarks)
+    config = json.loads((local.path / "config.json").read_text())
+    assert (config["base_model_name_or_path"], config["base_revision"]) == ("reasoner", None)
     (done.path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="publish/x' is not empty"):
         publish(run_dir, "org/x", **release)

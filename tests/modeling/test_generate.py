@@ -87,6 +87,27 @@ def greedy_answer(model: OSPrunerForCausalLM, text: list[int], most: int) -> lis
     return out
 
 
+def test_without_a_seed_each_call_draws_anew(model: OSPrunerForCausalLM) -> None:
+    inputs: dict[str, Any] = prompts(model, 1)
+
+    def thought(**said: Any) -> int:
+        model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **said)
+        return model.last_stop[0].thinking_tokens
+
+    torch.manual_seed(5)
+    drawn = [thought(stop_policy=True) for _ in range(12)]
+    assert len(set(drawn)) > 1
+    torch.manual_seed(5)
+    assert [thought(stop_policy=True) for _ in range(12)] == drawn, "torch's generator repeats it"
+    for settings in ({"seed": 3}, {"threshold": 0.5}):
+        assert len({thought(stop_policy=settings) for _ in range(4)}) == 1
+    # The draw of the seed takes nothing from the sampling that follows.
+    plain = run(model, inputs, **SAMPLED, stop_policy=False)[0]
+    pruned = run(model, inputs, **SAMPLED, stop_policy=True)[0]
+    kept = inputs["input_ids"].shape[1] + model.last_stop[0].thinking_tokens
+    assert torch.equal(plain[:kept], pruned[:kept])
+
+
 @pytest.mark.parametrize(
     ("batch", "sampling", "cache"), [(1, {}, "dynamic"), (8, SAMPLED, "dynamic"), (8, {}, "static")]
 )

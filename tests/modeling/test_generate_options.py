@@ -310,12 +310,12 @@ def outcome(
 
 # Of each setting: others that give it a meaning, and two values of it that must differ in effect.
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    "mode": ({}, "sample", "threshold"),
+    "mode": ({"seed": 0}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
-    "price": ({}, 0.0, 0.1),
+    "price": ({"seed": 0}, 0.0, 0.1),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
-    "first_sample_index": ({"mode": "sample"}, 0, 4),
+    "first_sample_index": ({"mode": "sample", "seed": 0}, 0, 4),
     "min_thinking_tokens": (ALWAYS, 0, 30),
     "max_thinking_tokens": (NEVER, None, 5),
     "answer": (ALWAYS, "forced", "free"),

@@ -267,8 +267,9 @@ def test_an_offloaded_base_gives_the_same(
     assert offloaded.hf_device_map == offloaded.base.hf_device_map
     assert torch.equal(scores(offloaded), scores(plain))
     ids = torch.tensor([TEXT[:4], TEXT[4:8]])
-    wanted = plain.generate(ids, max_new_tokens=30, stop_policy=True)
-    assert torch.equal(offloaded.generate(ids, max_new_tokens=30, stop_policy=True), wanted)
+    seeded: dict[str, Any] = {"max_new_tokens": 30, "stop_policy": {"seed": 0}}
+    wanted = plain.generate(ids, **seeded)
+    assert torch.equal(offloaded.generate(ids, **seeded), wanted)
     offloaded.save_pretrained(tmp_path / "again")
     saved = (load_file(folder / "model.safetensors") for folder in (policy, tmp_path / "again"))
     first, again = saved
@@ -314,3 +315,26 @@ def test_a_checkpoint_that_only_exists_quantised(
     message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
     with pytest.raises(ValueError, match=message):
         untrained(only, tiny_tokenizer, tuning="layers")
+
+
+def test_what_is_no_policys_folder_is_said_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("transformers.configuration_utils.cached_file", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "price5e-5").mkdir(parents=True)
+    said = r"policy is 'runs/gone', where no folder is \(the Hub was not asked, for 'runs' is a fol"
+    with pytest.raises(FileNotFoundError, match=said):
+        OSPrunerForCausalLM.from_pretrained("runs/gone")
+    with pytest.raises(FileNotFoundError, match="policy is '/gone', where no folder is: name one"):
+        OSPrunerForCausalLM.from_pretrained("/gone")
+    with pytest.raises(OSError, match=r"runs is no policy, for it has no config.json: train one"):
+        OSPrunerForCausalLM.from_pretrained("runs")
+    (tmp_path / "runs" / "price5e-5" / "config.json").write_text("{}")
+    with pytest.raises(OSError, match=r"config.json: name a policy in it: runs/price5e-5"):
+        OSPrunerForCausalLM.from_pretrained("runs")
+    with pytest.raises(OSError, match="Can't load the configuration of 'org/policy'"):  # it was
+        OSPrunerForCausalLM.from_pretrained("org/policy")

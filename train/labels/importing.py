@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.engines.interface import Sampled
-from ospruner.eval.problems.problem import Problem, first_of, problems_from_rows, read_rows
-from ospruner.eval.problems.sources import text_key
+from ospruner.eval.problems.problem import (
+    Problem,
+    first_of,
+    problems_from_rows,
+    read_rows,
+    text_key,
+)
 
 from .labelling import Labeller, TraceKey
 
@@ -74,7 +79,7 @@ def read_traces(
     splits by problem keep them together. The problem's id is that of its first trace.
 
     Args:
-        path: the file. Each row has `id`, `problem`, `answer` and `reasoning`; `response` (what
+        path: the file. Each row has `problem`, `answer` and `reasoning`; `id`, `response` (what
             followed the thinking) and `closed` (whether the model ended its thinking itself; true
             where absent) may be there.
         columns: where these stand, if not under their own names.
@@ -91,14 +96,22 @@ def read_traces(
         raise ValueError(f"columns names the fields {unknown}; a trace has {list(names)}")
     names |= columns or {}
     rows = list(islice(read_rows(path), None if limit is None else max(limit, 1)))
+    own = [first_of(row, names["id"]) for row in rows]
+    # A problem may have many traces: without an id each row is numbered until its text is known.
+    numbered = [
+        {**row, names["id"][0]: number if known is None else known}
+        for number, (row, known) in enumerate(zip(rows, own, strict=True))
+    ]
     problems = problems_from_rows(
-        rows, columns={name: names[name] for name in _PROBLEM}, limit=limit, source=path
+        numbered, columns={name: names[name] for name in _PROBLEM}, limit=limit, source=path
     )
     first: dict[str, Problem] = {}
     samples: Counter[str] = Counter()
     traces = []
     for number, (row, problem) in enumerate(zip(rows, problems, strict=True)):
-        known = first.setdefault(text_key(problem.problem), problem)
+        name = text_key(problem.problem)
+        named = problem if own[number] is not None else replace(problem, id=name)
+        known = first.setdefault(name, named)
         reasoning, response, closed = (first_of(row, names[name]) for name in _TRACE)
         where = f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))}"
         if not isinstance(reasoning, str) or not reasoning.strip():

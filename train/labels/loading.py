@@ -16,7 +16,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
 
-from ospruner.eval.problems.sources import text_key
+from modeling_ospruner.configuration_ospruner import check_place
+from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
@@ -127,6 +128,7 @@ def _folder_of(source: str | Path) -> Path:
             f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
             "or a data set's id on the Hub"
         )
+    check_place("labels", str(source))
     wanted = ["*manifest*.json", "*" + PROVENANCE_FILE, "*data/*.parquet"]
     return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted))
 

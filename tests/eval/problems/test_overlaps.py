@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.sources import (
-    drop_overlaps,
-    load_source,
-    normalised_text,
-    text_key,
-    text_key_1,
-)
+from ospruner.eval.problems.problem import Problem, normalised_text, text_key, text_key_1
+from ospruner.eval.problems.sources import drop_overlaps, load_source
 
 
 @pytest.mark.parametrize(

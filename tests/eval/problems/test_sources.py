@@ -109,7 +109,8 @@ def test_benchmarks_by_their_hub_ids(name: str, split: str | None) -> None:
 def test_any_dataset_of_the_hub() -> None:
     columns = {"problem": ["question"]}
     loaded = load_source("openai/gsm8k", columns=columns, split="test", limit=1)
-    assert loaded.problems == [Problem("0", "1+1?", str(HUB_ROWS["openai/gsm8k"][0]["answer"]))]
+    key = text_key("1+1?")
+    assert loaded.problems == [Problem(key, "1+1?", str(HUB_ROWS["openai/gsm8k"][0]["answer"]))]
     assert loaded.source == {"dataset": "openai/gsm8k", "split": "test"}
     with pytest.raises(ValueError, match=r"'org/absent' is no dataset that can be loaded"):
         load_source("org/absent")
@@ -128,10 +129,17 @@ def test_files_with_a_column_mapping(tmp_path: Path, name: str) -> None:
         load_source(path)
 
 
-def test_rows_without_ids_have_their_numbers() -> None:
+def test_rows_without_ids_are_named_by_their_text() -> None:
     """What rows are refused: tests/project/bad_inputs.txt."""
-    dataset = Dataset.from_list([{"problem": "1+1?", "answer": "2"}])
-    assert problems_from_rows(dataset) == [Problem("0", "1+1?", "2")]
+    rows: list[dict[str, Any]] = [
+        {"problem": "1+1?", "answer": "2"},
+        {"problem": "2+2?", "answer": 4},
+    ]
+    found = problems_from_rows(Dataset.from_list(rows[:1]))
+    assert found == [Problem(text_key("1+1?"), "1+1?", "2")]
+    assert problems_from_rows(rows[::-1])[1] == found[0], "the place in the file changes nothing"
+    with pytest.raises(ValueError, match=r"row 2: the problem '1 \+ 1\?' stands there twice: drop"):
+        problems_from_rows([*rows, {"problem": "1 + 1?", "answer": "2"}])
 
 
 @pytest.mark.parametrize(

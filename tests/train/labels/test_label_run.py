@@ -20,6 +20,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.engines.opening import ENGINES, EngineOptions
+from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import QWEN3
 from ospruner.train.labels import label as label_module
@@ -64,10 +65,11 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     assert result.exit_code == 0
     assert "1 problems were dropped as overlaps" in result.output
     dataset, manifest = read_labels(out), read_manifest(out)
-    assert dataset["problem_id"] == ["0", "0", "1", "1", "3", "3"]
+    keys = [text_key(f"What is {n} + 4?") for n in range(4)]
+    assert dataset["problem_id"] == [keys[n] for n in (0, 0, 1, 1, 3, 3)]
     settings = manifest["settings"]
     assert (settings["step_stride"], settings["seed"]) == (2, 3)
-    assert manifest["source"]["excluded"]["ids"] == [["2", "0"]]
+    assert manifest["source"]["excluded"]["ids"] == [[keys[2], keys[2]]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
     result = CliRunner().invoke(app, [*arguments[:-1], "step_stride=1"])
@@ -188,6 +190,14 @@ def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Pa
     settings = read_manifest(out)["settings"]
     assert (settings["imported_from"], settings["samples_per_problem"]) == ("traces.jsonl", 2)
     assert read_manifest(out)["sampling_computed_tokens"] == 0
+
+
+def test_traces_without_ids_are_samples_of_their_problems_text(tmp_path: Path) -> None:
+    rows = [{name: value for name, value in row.items() if name != "id"} for row in TRACES]
+    keys = [one.key for one in read_traces(write(tmp_path / "t.jsonl", rows))]
+    first, last = text_key(rows[0]["problem"]), text_key(rows[2]["problem"])
+    assert [one.problem.id for one in keys] == [first, first, last]
+    assert [one.sample_index for one in keys] == [0, 1, 0]
 
 
 def test_thinking_is_opened_where_the_prompt_does_not(tiny_base_dir: Path, tmp_path: Path) -> None:
