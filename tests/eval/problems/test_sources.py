@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.problems.problem import Problem, problems_from_rows
+from ospruner.eval.problems.problem import Problem, problems_from_rows, text_key
 from ospruner.eval.problems.sources import (
     BENCHMARKS,
     drop_overlaps,
     held_out_keys,
     load_source,
-    text_key,
 )
 
 
