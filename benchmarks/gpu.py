@@ -156,14 +156,10 @@ class Served:
     def __init__(self, job: Check, policy: bool, **further: Any) -> None:
         from vllm import LLM
 
-        from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
-
         self.job = job
         further |= {"dtype": job.dtype, "max_model_len": 32 + job.tokens + 64, "seed": job.seed}
         further |= {"gpu_memory_utilization": 0.8} if DEVICE == "cuda" else {"block_size": 32}
-        if policy:
-            ours = {"logits_processors": [PROCESSOR], "worker_extension_cls": WORKER_EXTENSION}
-            further |= ours
+        further |= {"additional_config": {"ospruner": {"stop_policy": False}}} if policy else {}
         self.llm = LLM(model=str(job.folder / ("policy" if policy else "base")), **further)
         fmt, draw = Reasoner().token_format, random.Random(job.seed)
         break_id, banned = breaks_of(fmt, len(fmt.kinds))
@@ -211,7 +207,7 @@ class Served:
         _, written = self.run(requests, lambda i: {**VLLM_NEVER, "stop_id": f"r{i}"})
         seen = []
         for i, tokens in enumerate(written):
-            told = self.llm.collective_rpc("ospruner_record", args=(f"r{i}",))[0]
+            [told] = self.llm.collective_rpc("ospruner_told", args=("stop_id", f"r{i}"))[0]
             seen.append({"prompt": self.prompts[i], "tokens": tokens, **told})
         (self.job.folder / f"{name}.json").write_text(json.dumps(seen))
 

@@ -39,7 +39,6 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.label_sets import load_labels
 from ospruner.train.untrained import untrained
 
@@ -120,7 +119,9 @@ class Arms:
         }  # fmt: skip
         own: list[Any] = [Paragraphs]
         self.plain = LLM(model=str(case.base), logits_processors=own, **arguments)
-        self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
+        asked = {"ospruner": {"stop_policy": False}}  # each arm says what it wants
+        arguments |= {"logits_processors": own, "additional_config": asked}
+        self.pruned = LLM(model=str(case.policy), **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
     def run(self, arm: str, turn: int = 0, limit: int | None = None) -> list[list[Timed]]:

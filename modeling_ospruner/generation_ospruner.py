@@ -48,7 +48,7 @@ from .stopping_ospruner import (
 )
 
 _KEYS = {one.name for one in fields(StopPolicyConfig)}
-OnStep = Callable[[int, StopRecord], None]
+OnStep = Callable[[int, StopRecord], object]
 HINT = "or pass stop_policy=False"
 
 # Arguments of generate, and why they cannot be combined with a stop policy.
@@ -323,8 +323,8 @@ class StopHook(LogitsProcessor):
                     "hidden states, are broken; StopRecord.nan_steps counts the steps",
                     stacklevel=2,
                 )
-            if self._on_step is not None:
-                self._on_step(i, row.record)
+            if self._on_step is not None and self._on_step(i, row.record) is True:
+                row.answer_now()
 
 
 class AnswerEnd(StoppingCriteria):
@@ -369,7 +369,8 @@ def generate_pruned(
         step_stride: of the policy's configuration.
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
         tokenizer: the base's, for `stop_strings`, `wind_down`, and rules that read texts.
-        on_step: called with a row and its live record after each decision.
+        on_step: called with a row and its live record after each decision; where it returns True,
+            the row's thinking ends.
         records: an empty list to put the rows' live records in, for who reads them meanwhile.
         kwargs: generate's own arguments.
 

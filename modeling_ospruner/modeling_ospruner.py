@@ -404,7 +404,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
                 as a dict); False for plain generate. None takes what the generation config (the one
                 given, else the model's) holds as `stop_policy`; False without.
             kwargs: generate's own arguments; and, with a stop policy, `on_step`, a function that is
-                called with a row and its live `StopRecord` after each decision.
+                called with a row and its live `StopRecord` after each decision; True ends the row's
+                thinking.
 
         Returns:
             What generate returns. `last_stop` holds one `StopRecord` a row; an output object

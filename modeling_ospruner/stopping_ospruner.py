@@ -232,7 +232,7 @@ class StopRecord:
             price that it knows, NaN where it was not asked. Else empty.
         thinking_tokens: tokens generated before the (last) end marker, or before what was forced.
         reason: "policy" (or another rule), "budget" (`max_thinking_tokens`, or such a rule),
-            "natural", or "length" (a limit of generate's own came first).
+            "natural", "request" (`answer_now`), or "length" (a limit of generate's own came first).
         nan_steps: steps at which the policy or rule gave NaN, which means "continue".
         signals: what another rule measured at each step end; NaN where it did not measure.
         probe_tokens: tokens that a rule spent on trial answers: forced ones and the answers' own.
@@ -244,7 +244,7 @@ class StopRecord:
     probabilities: list[float] = field(default_factory=list)
     prices: list[float] = field(default_factory=list)
     thinking_tokens: int = 0
-    reason: Literal["policy", "budget", "natural", "length"] = "length"
+    reason: Literal["policy", "budget", "natural", "request", "length"] = "length"
     nan_steps: int = 0
     signals: list[float] = field(default_factory=list)
     probe_tokens: int = 0
@@ -380,6 +380,12 @@ class StopRow:
         """Something else has ended the row."""
         self.phase = Phase.DONE
         self.at_boundary = False
+
+    def answer_now(self) -> None:
+        """Closes the thinking before the next token, wherever it is, for somebody has asked."""
+        if self.phase is Phase.THINKING:
+            self.at_boundary, self.record.reason = False, "request"
+            self._close(natural=False)
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended with the last token.

@@ -4,11 +4,12 @@ Importing this module registers it. lm_eval looks for no plug-ins, so that its c
 not know the model; `ospruner lm-eval` is lm_eval's own command line with the model in it.
 
 What `hf` lacks stands here: the policy's settings, answers told from thinking by ids, stop strings
-that count in the answer alone, and how long the model thought.
+that count in the answer alone, and how long the model thought, as a metric of each task.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from typing import Any
 
 import pandas as pd
 import torch
+from lm_eval import evaluator
 from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.metrics import mean, mean_stderr
+from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
@@ -96,6 +100,7 @@ class OSPrunerLM(HFLM):
         self._ends = {*(ends - {*model.token_format.think_end_ids}), self.tokenizer.pad_token_id}
         self._logs: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)  # by prompt
         self._replies: list[dict[str, Any]] = []
+        self.thinking: dict[str, list[float]] = {}  # tokens of each request, by task
 
     @property
     def max_gen_toks(self) -> int:
@@ -130,12 +135,16 @@ class OSPrunerLM(HFLM):
                 "apply_chat_template=True); a policy knows chats alone"
             )
         self._logs.clear()
+        self.thinking.clear()
         answers: list[str] = super().generate_until(requests, disable_tqdm)
-        for request in requests:
+        for request in {
+            id(one): one for one in requests
+        }.values():  # repeated ones stand here often
             context, settings = request.args
             if logs := self._logs.get(tuple(self.tok_encode(context))):
-                # A repeated request stands here several times, and keeps what all came to.
                 request.arguments = (context, {**settings, LOGGED: logs})
+                tokens = mean([log["thinking_tokens"] for log in logs])
+                self.thinking.setdefault(request.task_name, []).append(tokens)
         return answers
 
     def _model_generate(
@@ -199,6 +208,27 @@ class OSPrunerLM(HFLM):
         )
 
     loglikelihood_rolling = loglikelihood
+
+
+def _with_thinking(evaluate: Any) -> Any:
+    """lm_eval's `evaluate` with a metric of the model's, thinking tokens: tasks alone have some."""
+
+    @functools.wraps(evaluate)
+    def evaluated(lm: Any, *args: Any, **kwargs: Any) -> Any:
+        done = evaluate(lm, *args, **kwargs)
+        model = lm.lm if isinstance(lm, CachingLM) else lm
+        if done is not None and isinstance(model, OSPrunerLM):
+            for task, tokens in model.thinking.items():
+                error = mean_stderr(tokens) if len(tokens) > 1 else "N/A"
+                told = {"thinking_tokens,none": mean(tokens), "thinking_tokens_stderr,none": error}
+                done["results"][task] |= told
+                done["higher_is_better"][task]["thinking_tokens"] = False
+        return done
+
+    return evaluated
+
+
+evaluator.evaluate = _with_thinking(evaluator.evaluate)
 
 
 def answer_of(

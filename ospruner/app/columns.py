@@ -16,6 +16,7 @@ REASONS = {
     "policy": "stopped by the policy",
     "budget": "stopped by the budget",
     "natural": "ended by itself",
+    "request": "ended because you asked",
     "length": "cut by the limit on tokens",
 }
 _TEMPLATE = Environment(
@@ -86,6 +87,9 @@ class Source(Protocol):
             ValueError: The question cannot be asked; says what to do.
             ConnectionError: A server is gone; says what to do.
         """
+
+    def answer_now(self) -> None:
+        """Ends the thinking of the pruned column that grows; nothing where none does."""
 
 
 def columns_html(plain: AppColumn, pruned: AppColumn) -> str:

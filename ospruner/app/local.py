@@ -25,6 +25,7 @@ class LocalSource:
     def __init__(self, model: OSPrunerForCausalLM, policy: str) -> None:
         self.model = model
         self.policy = policy
+        self._running: _Written | None = None
         config = model.base.config.get_text_config()
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         known = model.config.prices  # of a policy of every price
@@ -44,6 +45,7 @@ class LocalSource:
         if question.temperature > 0:
             arguments |= {"do_sample": True, "temperature": question.temperature}
             arguments |= {"top_p": 0.95, "top_k": 0}
+        self._running = written
         if pruned:
             arguments["stop_policy"] = {"seed": question.seed, **question.stop_policy}
             arguments["on_step"] = written.on_step
@@ -61,6 +63,11 @@ class LocalSource:
         finally:
             written.ended = True  # generate ends with its next token
             thread.join()
+
+    def answer_now(self) -> None:
+        """See `Source.answer_now`; it ends with the paragraph that is being written."""
+        if self._running is not None:
+            self._running.answers = True
 
     def _prompt(self, question: Question) -> dict[str, torch.Tensor]:
         """The prompt's ids and mask, (1, S)."""
@@ -88,7 +95,7 @@ class _Written(StoppingCriteria):
     """What one generate has written after a prompt; as a stopping criterion it sees each token."""
 
     def __init__(self, model: OSPrunerForCausalLM, width: int) -> None:
-        self.ended = False
+        self.ended = self.answers = False
         self.error: Exception | None = None
         self._model, self._width = model, width
         self._ids: list[int] = []
@@ -105,9 +112,10 @@ class _Written(StoppingCriteria):
         except Exception as error:  # noqa: BLE001
             self.error = error
 
-    def on_step(self, row: int, record: StopRecord) -> None:
-        """Takes the record, which goes on changing."""
+    def on_step(self, row: int, record: StopRecord) -> bool:
+        """Takes the record, which goes on changing; whether the thinking ends here."""
         self._record = record
+        return self.answers
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         """After each token."""

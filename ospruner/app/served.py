@@ -53,6 +53,7 @@ class ServedSource:
             raise ConnectionError(self._gone(error)) from error
         self.policy = str(served.id)
         self._instruction = str((self._told("format") or {}).get("user_instruction", ""))
+        self._asked = ""  # the name of the last pruned request
         self.positions: int | None = served.model_dump().get("max_model_len")
 
     def ask(self, question: Question, pruned: bool) -> Columns:
@@ -67,6 +68,7 @@ class ServedSource:
         if pruned:
             extra |= {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
             extra |= {"stop_id": name, "stop_seed": question.seed}
+            self._asked = name
         began = looked = time.perf_counter()
         pieces: list[tuple[int, str]] = []  # tokens so far, text
         answer, tokens = "", 0
@@ -102,6 +104,10 @@ class ServedSource:
         reason = record.get("reason") or ("natural" if answer else "length")
         yield AppColumn(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
 
+    def answer_now(self) -> None:
+        """See `Source.answer_now`."""
+        self._told(f"answer/{self._asked}", "POST")
+
     def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
         return self._client.chat.completions.create(
             model=self.policy,
@@ -116,10 +122,11 @@ class ServedSource:
             extra_body={"vllm_xargs": extra, "return_token_ids": True},
         )
 
-    def _told(self, what: str) -> dict[str, Any] | None:
+    def _told(self, what: str, method: str = "GET") -> dict[str, Any] | None:
         """What the server says of a request, or of its policy; None where it knows nothing."""
         try:
-            with urllib.request.urlopen(f"{self.url}/ospruner/{what}", timeout=10) as answer:
+            asked = urllib.request.Request(f"{self.url}/ospruner/{what}", method=method)
+            with urllib.request.urlopen(asked, timeout=10) as answer:
                 told: dict[str, Any] = json.load(answer)
                 return told
         except urllib.error.HTTPError:

@@ -81,6 +81,7 @@ def build_page(source: Source) -> Any:
             )  # fmt: skip
             with gr.Column(scale=1, min_width=140):
                 ask = gr.Button("Ask both", variant="primary", elem_id="ask")
+                now = gr.Button("Answer now", elem_id="now")
                 stop = gr.Button("Stop", elem_id="stop")
         gr.Examples([[one] for one in EXAMPLES], question, label="Examples", cache_examples=False)
         with gr.Accordion("Knobs", open=False, elem_id="knobs"), gr.Row():
@@ -120,6 +121,7 @@ def build_page(source: Source) -> Any:
             [ask.click, question.submit], answer, knobs, columns,
             show_progress="hidden", concurrency_limit=1, api_name="ask", js=_SHOW_COLUMNS,
         )  # fmt: skip
+        now.click(source.answer_now, show_progress="hidden")
         stop.click(None, cancels=running)
     return page
 

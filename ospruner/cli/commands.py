@@ -385,6 +385,14 @@ def serve(
         raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
 
 
+@app.command(rich_help_panel=USE)
+def saved(url: Annotated[str, arg("A server of `ospruner serve`.")]) -> None:
+    """Print what a server has saved so far, by its control group."""
+    from ospruner.serving.saved import saved_by
+
+    print(saved_by(url))
+
+
 @app.command("app", rich_help_panel=USE)
 def app_command(
     policy: Annotated[

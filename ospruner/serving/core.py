@@ -37,7 +37,7 @@ from ospruner.formats import guess
 
 from .requests import StopRequest
 
-__all__ = ["GRAMMAR", "RowCore", "ServedRow", "in_json", "log_off", "promise_of"]
+__all__ = ["GRAMMAR", "RowCore", "ServedRow", "log_off", "promise_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class ServedRow:
         counted: whether the end of its thinking has been told.
         told: of its record's answer, how many tokens and rethinks have been told.
         said: what the policy has said at step ends, by `taken`.
+        asked: whether somebody wants its answer now.
     """
 
     plan: RowPlan  # as in generate
@@ -70,7 +71,9 @@ class ServedRow:
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}
-        self.counted, self.told = False, (0, 0)
+        self.counted = self.asked = False
+        self.told = (0, 0)
+        self._answers_at: int | None = None  # as many as were taken when somebody was heard
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
@@ -90,11 +93,32 @@ class ServedRow:
 
     def take(self, token: int) -> None:
         """Takes in the next token, after the step that the last one may have ended."""
+        if self.taken == self._answers_at:
+            self.row.answer_now()
         if self.row.at_boundary:
             self.row.decide(self.said.get(self.taken, self.plan.unasked))
         if self.row.push(token):
             self.complete = token not in self.plan.eos_ids
         self.taken += 1
+
+    def hear(self) -> None:
+        """Turns to the answer, with all of its tokens taken in, where somebody wants it now."""
+        if self.asked and self.thinks:
+            self._answers_at = self.taken
+            self.row.answer_now()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What has happened to it, and at which price, for JSON: that has no NaN and no inf.
+
+        NaN, a step at which the policy gave no probability, is None; inf, a price above all that it
+        knows, "inf".
+        """
+        said = asdict(self.record) | {"price": self.plan.settings.price}
+        for name in ("probabilities", "prices"):
+            numbers = said[name]
+            said[name] = [None if math.isnan(x) else "inf" if x == math.inf else x for x in numbers]
+        return said
 
     def may_turn(self, token: int, place: int = 1) -> bool:
         """Whether the place-th next token may end a step or the thinking, or find neither on."""
@@ -287,7 +311,11 @@ class RowCore:
         A row whose answer is complete gets the token that ends its text, for an engine ends a
         request by nothing else.
         """
-        ended = [(place, one) for place, one in rows if not one.thinks]
+        ended = []
+        for place, one in rows:
+            one.hear()
+            if not one.thinks:
+                ended.append((place, one))
         if ended:
             self._give_up(logits, ended)
             for _, one in ended:
@@ -330,15 +358,3 @@ def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, 
         if settings == promised:
             return one
     return None
-
-
-def in_json(record: StopRecord) -> dict[str, Any]:
-    """A record for JSON, which has no NaN and no inf.
-
-    NaN, a step at which the policy gave no probability, becomes None; inf, a price above all that
-    it knows, "inf".
-    """
-    told = asdict(record)
-    for name in ("probabilities", "prices"):
-        told[name] = [None if math.isnan(x) else "inf" if x == math.inf else x for x in told[name]]
-    return told

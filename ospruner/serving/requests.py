@@ -188,7 +188,8 @@ class StopRequest:
         server: whether they are a server's defaults.
 
     Attributes:
-        on: whether the policy stops the request; None where it does not say.
+        on: whether the policy stops the request; None where it does not say. A server that does
+            not say stops.
         fields: of `StopPolicyConfig`, those given.
         name: under which its record can be read; None for no record.
         control: the share of requests that never stop, to measure savings against.
@@ -233,7 +234,7 @@ class StopRequest:
         self._dial: dict[str, float] | None = given.get(DIAL)
         if not isinstance(self._dial, dict | None):
             raise TypeError(f"{owner}: {DIAL} is {shown(self._dial)}; it must be a dict")
-        self.on = (bool(self.fields) or None) if said is None else said
+        self.on = (bool(self.fields) or server or None) if said is None else said
         mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
         if mode is not None:  # also where a threshold alone says it
             self.fields["mode"] = mode

@@ -18,7 +18,7 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kind_of
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig, StopRecord
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
-from ospruner.serving.core import RowCore, ServedRow, in_json, promise_of
+from ospruner.serving.core import RowCore, ServedRow, promise_of
 from ospruner.serving.requests import StopRequest
 
 PIECES = (
@@ -226,7 +226,8 @@ def test_each_row_hears_its_own_price() -> None:
     signals = [one.record.probabilities[0] for one in rows]
     assert signals == sorted(set(signals))
     assert len({one.record.prices[0] for one in rows}) == 1
-    told = in_json(StopRecord(probabilities=[math.nan, 0.5], prices=[math.inf, 1.0]))
+    rows[0].row.record = StopRecord(probabilities=[math.nan, 0.5], prices=[math.inf, 1.0])
+    told = rows[0].report
     assert (told["probabilities"], told["prices"]) == ([None, 0.5], ["inf", 1.0])
 
 

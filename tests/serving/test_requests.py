@@ -38,7 +38,8 @@ def settings(
     ("request_", "defaults", "wanted"),
     [
         # On by a request's own word, or by default.
-        (None, None, None),
+        (None, None, {}),
+        (None, {"stop_policy": False}, None),
         ({"other": 3, "stop_policy": 0}, None, None),
         ({"stop_policy": "true"}, None, {}),
         ({"stop_threshold": 0.7}, None, {"threshold": 0.7}),
@@ -139,7 +140,8 @@ def test_nothing_stops_before_an_engines_own_minimum(
         ({"stop_policy": True}, {}, 0, 1),
         ({"max_thinking_tokens": 30}, {}, 20, 20),
         ({"stop_policy": False}, ALL_ON, 2000, None),
-        ({}, {}, 2000, None),
+        ({}, {"stop_policy": False}, 2000, None),
+        ({}, {}, 2000, 2000),
     ],
 )
 def test_an_engines_own_budget_is_the_policys(

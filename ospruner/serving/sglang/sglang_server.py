@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ospruner.optional import MissingPackageError
 
-from ..launch import served_policy
+from ..launch import engine_options, served_policy
 from ..requests import CONTROL, StopRequest
 from ..start import SGLANG
 from .custom_params import DEFAULTS_VARIABLE, check_tuning
@@ -47,7 +47,7 @@ def sglang_command(
             f"{CONTROL} is {asked.control}, but SGLang's /metrics has no counters of ours to "
             "compare groups by: leave --control out, or serve with vLLM (--engine vllm)"
         )
-    config, options = served_policy(policy, asked, arguments, _OURS)
+    options, config = engine_options(arguments), served_policy(policy, asked, arguments, _OURS)
     check_tuning(config)
     command = ["-m", "sglang.launch_server", "--model-path", policy]
     if _NO_PREFILL_GRAPHS not in arguments:

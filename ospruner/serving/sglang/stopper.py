@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core import RowCore, ServedRow, in_json, log_off
+from ..core import RowCore, ServedRow, log_off
 from .custom_params import excluded, server_defaults
 
 __all__ = ["Stopper"]
@@ -108,4 +108,4 @@ class Stopper:
         for token in text[max(row.taken - prompt, 0) :]:
             row.take(token)
         vars(request)[_OURS] = None
-        return in_json(row.record)
+        return row.report

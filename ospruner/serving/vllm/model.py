@@ -37,7 +37,7 @@ from ..checks import (
 )
 from .gemma3 import TappedGemma3ForCausalLM
 from .pages import QUERIES_WORK, Pages
-from .plugin import HARMONY_PARSER, PROCESSOR
+from .plugin import HARMONY_PARSER
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start"]
 
@@ -249,20 +249,8 @@ def check_start(vllm_config: VllmConfig) -> None:
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
-    v2, speculative = vllm_config.use_v2_model_runner, vllm_config.speculative_config
+    speculative = vllm_config.speculative_config
     queries = config.tuning == "queries" and config.num_policy_layers > 0
-    if v2 and not queries:
-        raise ValueError(
-            "vLLM's model runner V2 is on, and takes policies with layers of tuning 'queries' "
-            f"only; this one has {config.num_policy_layers} of {config.tuning!r}: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
-        )
-    if speculative is not None and not v2:
-        raise ValueError(
-            "speculative decoding is on, and vLLM's model runner V1 skips the processor that stops "
-            "with it: leave --speculative-config out, or use a policy of tuning 'queries' with "
-            "VLLM_USE_V2_MODEL_RUNNER=1"
-        )
     if speculative is not None and speculative.method not in _DRAFTS:
         raise ValueError(
             f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
@@ -273,16 +261,6 @@ def check_start(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
             f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
-        )
-    names = [
-        one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
-        for one in vllm_config.model_config.logits_processors or ()
-    ]
-    if not {PROCESSOR, f"{__package__}.processor:StopProcessor"}.intersection(names):
-        raise ValueError(
-            f"logits_processors is {names}; nothing would stop. Start vLLM with "
-            f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
-            f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
     check_settings(vllm_config, {**_WORKS, **(QUERIES_WORK if queries else {})}, "vLLM")
     model, load = vllm_config.model_config, vllm_config.load_config

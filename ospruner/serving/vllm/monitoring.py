@@ -1,8 +1,8 @@
-"""What a vLLM server tells of its stops and its policy by routes of its own, and counters.
+"""What a vLLM server tells of its stops and its policy: in replies, by routes, and by counters.
 
-The plug-in with the route also looks at what is posted to any route: it turns effort and budgets in
-other people's dialects into the policy's keys, and refuses requests in which these, or such a
-budget, would do nothing. vLLM loads it where
+The plug-in with the routes also looks at what is posted to any route: it turns effort and budgets
+in other people's dialects into the policy's keys, refuses requests in which these, or such a
+budget, would do nothing, and adds to replies how their thinking ended. vLLM loads it where
 `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus counts where the engine
 runs. A server's `/metrics` sees the counters where vLLM and they share a folder,
 `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
@@ -11,6 +11,8 @@ runs. A server's `/metrics` sees the counters where vLLM and they share a folder
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from argparse import Namespace
 from typing import Any
 
@@ -20,18 +22,21 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
-from modeling_ospruner.stopping_ospruner import StopRecord
 
-from ..core import GRAMMAR, ServedRow, in_json, log_off
-from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, misplaced, said_in, translated
+from ..core import GRAMMAR, ServedRow, log_off
+from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from ..traffic import bin_of, observed
-from .plugin import HARMONY_PARSER, parser_of
+from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
 
 __all__ = ["StopRoutes", "apart", "check_body", "count_answer", "count_ended", "count_off"]
 
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
 _BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
 _OFF_HEADER = b"x-ospruner-policy"
+_TEXTS = {"prompt", "messages", "input", "token_ids"}  # one of which a request for texts has
+_IN_REPLIES = ("reason", "thinking_tokens", "price")
+# In the dialects that vLLM speaks, of a stream's piece with which a text ends.
+_ENDS = re.compile(rb'"(finish|stop)_reason": ?"|"type": ?"response\.(completed|incomplete)"')
 _BUDGETS = {  # the one of the budgets' names that vLLM reads on a route, where it is another
     "/v1/messages": "thinking.budget_tokens",
     "/v1/messages/count_tokens": "thinking.budget_tokens",
@@ -51,6 +56,9 @@ _ANSWERS = Counter(
 )
 _RETHOUGHT = Counter(
     "ospruner_rethought_total", "Of these, requests whose answer thinks on", _LABELS
+)
+_SQUARES = Counter(
+    "ospruner_thinking_squares_total", "Their squares, summed: for an interval", _LABELS
 )
 _PROMISED = Counter(
     "ospruner_promised_total",
@@ -72,6 +80,7 @@ def count_ended(row: ServedRow) -> None:
     labels = ("control" if row.control else "policy", record.reason)
     _ENDED.labels(*labels).inc()
     _TOKENS.labels(*labels).inc(record.thinking_tokens)
+    _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
     if promise is not None:
         for signal, value in observed(record).items():
             place = bin_of(promise["traffic"][signal]["edges"], value)
@@ -190,8 +199,8 @@ def apart(told: bytes) -> bytes:
     return b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in (first, second))
 
 
-class _CheckedBodies:
-    """Middleware that reads each body of JSON, whatever route it is posted to."""
+class _Bodies:
+    """Middleware that looks at each body of JSON, whatever route it is posted to, and its reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -202,38 +211,93 @@ class _CheckedBodies:
         if request is None or request.method != "POST" or "json" not in kind.lower():
             await self._app(scope, receive, send)
             return
-        raw: bytes | None = await request.body()
+        bodies, state = [await request.body()], request.app.state
 
         async def again() -> Message:
-            nonlocal raw
-            told, raw = raw, None
-            return await receive() if told is None else {"type": "http.request", "body": told}
+            return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
 
         try:
             sent = await request.json()
         except (ValueError, RecursionError):  # vLLM's to refuse
             sent = None
         try:
-            body, why = request.app.state.ospruner_read(sent, scope["path"])
+            body, why, name = state.ospruner_read(sent, scope["path"])
             if body != sent:
-                raw = json.dumps(body).encode()
+                bodies[0] = json.dumps(body).encode()
+        except RecursionError:  # vLLM's to refuse
+            why = name = None
         except ValueError as error:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, again, send)
             return
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
+        headers = [] if why is None else [(_OFF_HEADER, f"off: {why}".encode())]
+        reply = _ToldReply(send, state.ospruner_engine, name, headers)
+        reply.chat = scope["path"].endswith("/chat/completions")
+        await self._app(scope, again, reply)
 
-        chat = scope["path"].endswith("/chat/completions")
 
-        async def tell(message: Message) -> None:
-            if why is not None and message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (_OFF_HEADER, f"off: {why}".encode())]
-            if chat and message["type"] == "http.response.body":
-                message["body"] = apart(message.get("body", b""))
-            await send(message)
+class _ToldReply:
+    """Sends a reply, and adds how the thinking of its texts ended, as the field `ospruner`.
 
-        await self._app(scope, again, tell)
+    A whole reply has it at its end, a stream in the piece with which its last text ends.
+    """
+
+    def __init__(
+        self, send: Send, engine: Any, name: str | None, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        self._send, self._engine, self._name, self._headers = send, engine, name, headers
+        self._start: Message = {}
+        self._whole = False  # or a stream
+        self._held = b""
+        self._ended = 0  # texts of a stream
+        self.chat = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self._headers]
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            if message["status"] != 200 or not kind.startswith((b"application/json", b"text/ev")):
+                self._name = None
+            self._start, self._whole = message, self._name is not None and b"json" in kind
+            if not self._whole:
+                await self._send(message)
+            return
+        body: bytes = message.get("body", b"")
+        body = apart(body) if self.chat else body
+        if self._whole:
+            self._held += body
+            if message.get("more_body"):
+                return
+            body = _with(self._held, await self._told())
+            length = (b"content-length", str(len(body)).encode())
+            others = [one for one in self._start["headers"] if one[0] != length[0]]
+            await self._send({**self._start, "headers": [*others, length]})
+        elif self._name is not None and _ENDS.search(body):
+            told, self._ended = await self._told(), self._ended + 1
+            if self._ended >= len(told):
+                body = _with(body, told)
+        await self._send({**message, "body": body})
+
+    async def _told(self) -> list[dict[str, Any]]:
+        said = await _ask(self._engine, REPLY, str(self._name))
+        return [{name: one[name] for name in _IN_REPLIES} for one in said]
+
+
+def _with(body: bytes, told: list[dict[str, Any]]) -> bytes:
+    """A JSON object, perhaps in an event, with what is told of its texts, if anything is."""
+    begin, brace, end = body.rpartition(b"}")
+    if not told or not brace:
+        return body
+    return begin + b',"ospruner":' + json.dumps(told).encode() + brace + end
+
+
+async def _ask(engine: Any, *what: Any) -> list[dict[str, Any]]:
+    """What the engine's first worker tells; see `StopRecords.ospruner_told`."""
+    told = await engine.collective_rpc("ospruner_told", args=what)
+    found: list[dict[str, Any]] = told[0]
+    return found
 
 
 class StopRoutes:
@@ -241,43 +305,48 @@ class StopRoutes:
 
     name = "ospruner_stops"
     required_tasks = ("generate",)
-    defaults = StopRequest(None, server=True)  # of this process's server; offline none are known
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the route, and a look at the bodies of all routes."""
+        """Adds the routes, and a look at the bodies of all routes."""
         app.add_api_route("/ospruner/stops/{stop_id:path}", stop_record, methods=["GET"])
+        app.add_api_route("/ospruner/answer/{stop_id:path}", answer_now, methods=["POST"])
         app.add_api_route("/ospruner/format", reasoning_format, methods=["GET"])
-        app.add_middleware(_CheckedBodies)
+        app.add_middleware(_Bodies)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
-        defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
-        config = engine_client.model_config.hf_config
-        defaults.settle(config)
-        StopRoutes.defaults = defaults
+        config, structured = engine_client.model_config.hf_config, args.structured_outputs_config
         literals = config.reasoning_format or {}
-        harmony = parser_of(literals) == HARMONY_PARSER
-        grammars, end = None, literals.get("think_end")
+        harmony, end = parser_of(literals) == HARMONY_PARSER, literals.get("think_end")
+        grammars = None
         if args.speculative_config:
             grammars = f"{GRAMMAR} beside speculative decoding"
-        elif not args.reasoning_parser:
+        elif not structured.reasoning_parser:
             grammars = _IN_THINKING
         elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
 
-        def read(body: Any, path: str) -> tuple[Any, str | None]:
-            keys = None
-            if isinstance(body, dict):
-                body, keys = translated(body, *_places(path), defaults, config)
-            why = check_body(body, defaults, config, not harmony, path, grammars)
-            if keys is not None and why is None:  # they ask for nothing that could not be
-                above, _, name = _places(path)[0].rpartition(".")
-                holder = said_in(body, above) if above else body
-                if isinstance(holder, dict):  # else vLLM refuses it
-                    holder = {**holder, name: keys}
-                    body = {**body, above: holder} if above else holder
-            return body, why
+        def read(body: Any, path: str) -> tuple[Any, str | None, str | None]:
+            if not isinstance(body, dict):
+                return body, None, None
+            place, own = _places(path)
+            body, keys = translated(body, place, own, Defaults.here, config)
+            why, name = check_body(body, Defaults.here, config, not harmony, path, grammars), None
+            if why is not None or not isinstance(sent := said_in(body, place), dict | None):
+                return body, why, None
+            extra = (sent or {}) if keys is None else keys
+            if _TEXTS & set(body) and StopRequest(extra, place).settings(Defaults.here) is not None:
+                name = uuid.uuid4().hex
+                keys = {**extra, REPLY: name}
+            if keys is not None:  # they ask for nothing that could not be
+                above, _, last = place.rpartition(".")
+                holder = (said_in(body, above) or {}) if above else body
+                if not isinstance(holder, dict):  # vLLM's to refuse
+                    return body, None, None
+                holder = {**holder, last: keys}
+                body = {**body, above: holder} if above else holder
+            return body, None, name
 
         state.ospruner_read = read
 
@@ -292,12 +361,24 @@ async def reasoning_format(request: Request) -> dict[str, Any]:
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
     """The `StopRecord` of the last request with this `stop_id`; 404 where there is none."""
-    engine: Any = request.app.state.ospruner_engine
-    records = await engine.collective_rpc("ospruner_record", args=(stop_id,))
-    if records[0] is None:
+    return await _record(stop_id, request)
+
+
+async def answer_now(stop_id: str, request: Request) -> dict[str, Any]:
+    """Closes the thinking of the last request with this `stop_id` before its next token.
+
+    Returns:
+        Its record so far. One whose thinking has ended goes on as it is. 404 as in `stop_record`.
+    """
+    return await _record(stop_id, request, True)
+
+
+async def _record(stop_id: str, request: Request, *answer: bool) -> dict[str, Any]:
+    told = await _ask(request.app.state.ospruner_engine, ID, stop_id, *answer)
+    if not told:
         raise HTTPException(
             404,
             f"no request had the stop_id {shown(stop_id)}, or its policy was off, or it is long "
             "ago",
         )
-    return in_json(StopRecord(**records[0]))
+    return told[0]

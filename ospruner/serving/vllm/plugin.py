@@ -1,8 +1,10 @@
-"""The policy inside vLLM: what vLLM calls when it starts, and what it refuses.
+"""The policy inside vLLM: what vLLM calls when it starts, and what it is told then.
 
 `ospruner.serving.start` calls `register` in each of vLLM's processes, also where it serves
-something else: nothing is imported here that vLLM has not imported by then. The model is in
-`model.py`, the logits processor in `processor.py`.
+something else: nothing is imported here that vLLM has not imported by then. While vLLM makes the
+configuration of a policy, and of nothing else, it asks `ServedPolicy`, which names what stops: so
+the stock command needs no option. An entry point of `vllm.logits_processors` would do so in every
+vLLM of the host, and end those that cannot import it.
 """
 
 from __future__ import annotations
@@ -11,21 +13,66 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..start import VLLM
+from ..requests import DEFAULTS, StopRequest
 
-__all__ = ["ARCHITECTURE", "PROCESSOR", "WORKER_EXTENSION", "parser_of", "register"]
+__all__ = ["ARCHITECTURE", "REPLY", "Defaults", "ServedPolicy", "parser_of", "register"]
 
 ARCHITECTURE = "OSPrunerForCausalLM"
-PROCESSOR = f"{__name__}:StopProcessor"
-"""What `--logits-processors` of a server is given."""
-
-WORKER_EXTENSION = f"{__name__}.StopRecords"
-"""What `--worker-extension-cls` is given, where requests' records are to be read."""
+REPLY = "ospruner_reply"
+"""Among a request's extra arguments: the name by which its reply is told how its texts ended."""
 
 # What `--reasoning-parser` is given: where a marker ends the thinking, and for Harmony, GPT-OSS's.
 PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
+_PROCESSORS = (f"{__package__}.runner_v1:V1Processor", f"{__package__}.runner_v2:V2Processor")
+_WORKER_EXTENSION = f"{__package__}.processor.StopRecords"
 
-_MODULES = {"OSPrunerVLLM": "model", "StopProcessor": "processor", "StopRecords": "processor"}
+
+class Defaults:
+    """A server's defaults.
+
+    Attributes:
+        here: of the server, or the engine, that this process has made last.
+    """
+
+    here = StopRequest(None, server=True)
+
+    @staticmethod
+    def of(vllm_config: Any) -> StopRequest:
+        """Those in vLLM's `--additional-config`; ValueError where they are wrong."""
+        additional = vllm_config.additional_config
+        said = additional.get(DEFAULTS) if isinstance(additional, dict) else None
+        return StopRequest(said, f"additional_config[{DEFAULTS!r}]", server=True)
+
+
+class ServedPolicy:
+    """What vLLM asks of an architecture when it makes a configuration (`MODELS_CONFIG_MAP`)."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Called first; nothing is to be done then."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Sets what stops, in the model runner that vLLM has chosen, and how replies are split.
+
+        Raises:
+            ValueError: the server's defaults are wrong for this policy, or speculative decoding is
+                on in V1.
+        """
+        model, v2 = vllm_config.model_config, vllm_config.use_v2_model_runner
+        if vllm_config.speculative_config is not None and not v2:
+            raise ValueError(
+                "speculative decoding is on, and vLLM's model runner V1 works with no processor "
+                "beside it, hence with no policy: leave --speculative-config out, or set "
+                "VLLM_USE_V2_MODEL_RUNNER=1"
+            )
+        Defaults.here = Defaults.of(vllm_config)
+        Defaults.here.settle(model.hf_config)
+        model.logits_processors = [*(model.logits_processors or ()), _PROCESSORS[v2]]
+        parallel, structured = vllm_config.parallel_config, vllm_config.structured_outputs_config
+        parallel.worker_extension_cls = parallel.worker_extension_cls or _WORKER_EXTENSION
+        if not structured.reasoning_parser:
+            structured.reasoning_parser = parser_of(model.hf_config.reasoning_format or {}) or ""
 
 
 def parser_of(literals: Mapping[str, Any]) -> str | None:
@@ -41,20 +88,14 @@ def parser_of(literals: Mapping[str, Any]) -> str | None:
 def register() -> None:
     """Tells this process's vLLM, and its transformers, about policies."""
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.reasoning import ReasoningParserManager
 
     importlib.import_module("modeling_ospruner")  # registers the configuration
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:OSPrunerVLLM")
+    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.model:OSPrunerVLLM")
+    MODELS_CONFIG_MAP[ARCHITECTURE] = ServedPolicy
     for name, parser in (
         (PARSER, "ThinkingParser"),
         (HARMONY_PARSER, "HarmonyThinkingParser"),
     ):
         ReasoningParserManager.register_lazy_module(name, f"{__package__}.parser", parser)
-
-
-def __getattr__(name: str) -> Any:
-    """The model and the processor, imported once the version is known to be supported."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    VLLM.check_version()
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __package__), name)

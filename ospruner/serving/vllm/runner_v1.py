@@ -6,6 +6,7 @@ requests stand where in the batch. Preempted requests leave the batch and come b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,9 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from modeling_ospruner.stopping_ospruner import StopRecord
-
 from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
-from .processor import Arriving
+from .processor import PolicyProcessor
 
 __all__ = ["V1Processor"]
 
@@ -58,21 +57,14 @@ class _Request:
             self.served.take(token)
 
 
-class V1Processor(LogitsProcessor):
+class V1Processor(PolicyProcessor, LogitsProcessor):
     """Stops requests; see the module."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._arriving = Arriving(vllm_config)
-        self._core = self._arriving.core
-        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        super().__init__(vllm_config)
         self._requests: dict[int, _Request] = {}  # by place in the batch
         self._left: list[_Request] = []  # the batch, the oldest first; preempted ones come back
         self._most_left = vllm_config.scheduler_config.max_num_seqs
-
-    @staticmethod
-    def all_of(runner: Any) -> list[LogitsProcessor]:
-        """All processors of a runner."""
-        return [*runner.input_batch.logitsprocs.all]
 
     def is_argmax_invariant(self) -> bool:
         """No: a forced token need not be the most likely one."""
@@ -106,15 +98,14 @@ class V1Processor(LogitsProcessor):
             self._left.remove(request)
             request.output = output
             return request
-        served = None if prompt_ids is None else self._arriving.admit(params, prompt_ids)
+        served = None if prompt_ids is None else self.admit(params, prompt_ids)
         return None if served is None else _Request(served, params, output)
 
-    def record(self, name: str) -> StopRecord | None:
-        """What happened so far to the request with the `stop_id`; None where it is not known."""
+    def take_rest(self, rows: Sequence[ServedRow]) -> None:
+        """Takes in what vLLM's lists hold by now."""
         for request in self._requests.values():
-            request.take_in()  # its last tokens may not have been looked at yet
-        served = self._arriving.named(name)
-        return None if served is None else served.record
+            if request.served in rows:
+                request.take_in()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""

@@ -29,11 +29,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcRequestState,
 )
 
-from modeling_ospruner.stopping_ospruner import StopRecord
-
 from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
-from .processor import Arriving
+from .processor import PolicyProcessor
 
 __all__ = ["Arrivals", "V2Processor"]
 
@@ -93,30 +91,23 @@ class _Row(NamedTuple):
     token: int  # that one
 
 
-class V2Processor(LogitsProcessor):
+class V2Processor(PolicyProcessor, LogitsProcessor):
     """Stops requests; see the module."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
-        self._arriving = Arriving(vllm_config)
-        self._core = self._arriving.core
+        super().__init__(vllm_config)
         self._runner = req_states
         self._device = req_states.device
         speculative = vllm_config.speculative_config
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
         # A request's last tokens, as far as a step may not have looked at them.
         self._last = torch.arange(-1 - drafts, 0, device=self._device)
-        layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self._head: StopHead = layers[STOP_HEAD]
+        self._head: StopHead = self._layers[STOP_HEAD]
         self._arrivals: Arrivals = self._head.arrivals
         self._arrivals.leaving = self._leave
         self._here: dict[int, _Request] = {}  # by slot
         self._ids: dict[str, int] = {}  # slots by the requests' ids
         self._left: OrderedDict[str, ServedRow] = OrderedDict()  # preempted ones come back
-
-    @staticmethod
-    def all_of(runner: Any) -> list[LogitsProcessor]:
-        """All processors of a runner."""
-        return [*runner.sampler.logits_processors]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Takes in who has come into a slot; whether it may be stopped."""
@@ -125,7 +116,7 @@ class V2Processor(LogitsProcessor):
         prompt, tokens = come.prompt_token_ids, come.prefill_token_ids
         if prompt is None or tokens is None:
             return False
-        served = self._left.pop(come.req_id, None) or self._arriving.admit(sampling_params, prompt)
+        served = self._left.pop(come.req_id, None) or self.admit(sampling_params, prompt)
         if served is None:
             return False
         served.come_back(prompt, tokens[len(prompt) :])
@@ -138,26 +129,19 @@ class V2Processor(LogitsProcessor):
         slot = self._ids.pop(req_id, None)
         if slot is None:
             return
-        self._take_rest(slot)
+        self.take_rest([self._here[slot].served])
         served = self._left[req_id] = self._here.pop(slot).served
         self._core.tell_leaving(served)
         while len(self._left) > self._runner.max_num_reqs:
             self._left.popitem(last=False)
 
-    def _take_rest(self, slot: int) -> None:
-        """Takes in the tokens sampled last, which no step has looked at."""
-        served, most = self._here[slot]
-        total = min(int(self._runner.total_len.gpu[slot]), most)
-        for token in self._runner.all_token_ids.gpu[slot, served.taken : total].tolist():
-            served.take(token)
-
-    def record(self, name: str) -> StopRecord | None:
-        """What happened so far to the request with the `stop_id`; None where it is not known."""
-        served = self._arriving.named(name)
-        for slot, request in self._here.items():
-            if request.served is served:
-                self._take_rest(slot)
-        return None if served is None else served.record
+    def take_rest(self, rows: Sequence[ServedRow]) -> None:
+        """Takes in the tokens sampled last, which lie on the device."""
+        for slot, (served, most) in self._here.items():
+            if served in rows:
+                total = min(int(self._runner.total_len.gpu[slot]), most)
+                for token in self._runner.all_token_ids.gpu[slot, served.taken : total].tolist():
+                    served.take(token)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """One step: decides where steps of thinking have ended, and shapes the logits (B, V)."""
@@ -226,8 +210,9 @@ class V2Processor(LogitsProcessor):
     def _ask(self, rows: Sequence[_Row]) -> torch.Tensor:
         """What the head says of tokens of this step, (K, 1 or 6)."""
         batch, pages = self._arrivals.batch, self._head.pages
+        if pages is None:  # it has said it of all of them
+            return self._head.outputs[[row.place for row in rows]]
         assert batch is not None
-        assert pages is not None  # of a policy of queries; others are refused at start
         order = {slot: i for i, slot in enumerate(batch.idx_mapping_np.tolist())}
         numbers = [[order[row.slot], row.position] for row in rows]
         here, positions = torch.tensor(numbers, device=self._device).unbind(1)

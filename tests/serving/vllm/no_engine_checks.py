@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +33,8 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.checks import check_base_weights, merge_adapters
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start
-from ospruner.serving.vllm.monitoring import StopRoutes
-from ospruner.serving.vllm.plugin import PROCESSOR
-from ospruner.serving.vllm.processor import StopProcessor
+from ospruner.serving.vllm.plugin import Defaults, ServedPolicy
+from ospruner.serving.vllm.processor import PolicyProcessor, StopRecords
 from ospruner.serving.vllm.runner_v1 import V1Processor
 from ospruner.serving.vllm.runner_v2 import V2Processor
 
@@ -58,18 +58,22 @@ def started(policy: OSPrunerForCausalLM, config: Any = None, **differing: Any) -
     sizes = dict.fromkeys(("pipeline", "data", "decode_context", "prefill_context"), 1)
     parallel = {f"{name}_parallel_size": size for name, size in sizes.items()}
     parts = {
-        "structured_outputs_config": SimpleNamespace(reasoning_parser="ospruner"),
-        "parallel_config": SimpleNamespace(use_ubatching=False, **parallel),
+        "structured_outputs_config": SimpleNamespace(reasoning_parser=""),
+        "parallel_config": SimpleNamespace(
+            use_ubatching=False, worker_extension_cls="", **parallel
+        ),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "model_config": SimpleNamespace(
-            logits_processors=[PROCESSOR],
+            logits_processors=None,
             hf_config=policy.config if config is None else config,
             model=policy.config._name_or_path,
             revision=None,
         ),
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
     }
-    whole = SimpleNamespace(use_v2_model_runner=False, speculative_config=None, **parts)
+    whole = SimpleNamespace(
+        use_v2_model_runner=False, speculative_config=None, additional_config={}, **parts
+    )
     for name, value in differing.items():
         [owner] = [one for one in (whole, *parts.values()) if name in vars(one)]
         setattr(owner, name, value)
@@ -91,16 +95,12 @@ EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
 @pytest.mark.parametrize(
     ("fields", "differing", "message"),
     [
-        ({}, V2, "takes policies with layers of tuning 'queries' only.*V2_MODEL_RUNNER=0"),
-        ({"tuning": "queries", "num_policy_layers": 0}, V2, "this one has 0 of 'queries': set VLL"),
-        ({}, EAGLE, "speculative decoding is on.*--speculative-config"),
         (
             {"tuning": "queries"},
             V2 | EAGLE,
             "'eagle3', which reads the hidden.*works with ngram, ngram_gpu, draft_model",
         ),
         ({}, {"pipeline_parallel_size": 2}, "parallel_size is 2.*--tensor-parallel-size"),
-        ({}, {"logits_processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
         ({}, {"reasoning_parser": "openai_gptoss"}, "type is gpt_oss.*parser ospruner_harmony"),
         ({"method": "flashthink"}, {}, "is a verifier, which reads another"),
         ({"hidden_size": 64}, {}, "hidden_size 128 where the policy needs 64"),
@@ -127,9 +127,36 @@ def test_what_would_be_wrong_is_refused_at_start(
         check_start(started(model, changed(model, **fields), **differing))
 
 
+def test_what_stops_is_named_as_vllm_chooses_its_runner(
+    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Defaults, "here", Defaults.here)
+    for v2, own, defaults in ((False, None, {}), (True, ["a:B"], {"stop_policy": False})):
+        config = started(model, use_v2_model_runner=v2, logits_processors=own)
+        config.additional_config = {"ospruner": defaults}
+        ServedPolicy.verify_and_update_config(config)
+        *others, name = config.model_config.logits_processors
+        assert others == (own or [])
+        assert name == f"ospruner.serving.vllm.runner_v{1 + v2}:V{1 + v2}Processor"
+        assert issubclass(resolve_name(name), PolicyProcessor)
+        extension = resolve_name(config.parallel_config.worker_extension_cls)
+        assert extension is StopRecords
+        assert config.structured_outputs_config.reasoning_parser == "ospruner"
+        assert Defaults.here.on is not v2
+    theirs = started(model, reasoning_parser="qwen3", worker_extension_cls="c.D")
+    ServedPolicy.verify_and_update_config(theirs)
+    assert theirs.structured_outputs_config.reasoning_parser == "qwen3"
+    assert theirs.parallel_config.worker_extension_cls == "c.D"
+    with pytest.raises(ValueError, match=r"speculative decoding.*leave --speculative-config out"):
+        ServedPolicy.verify_and_update_config(started(model, **EAGLE))
+    with pytest.raises(ValueError, match=r"additional_config\['ospruner'\]: stop_threshold is 4"):
+        ServedPolicy.verify_and_update_config(
+            started(model, additional_config={"ospruner": {"stop_threshold": 4}})
+        )
+
+
 def test_bases_at_start(model: OSPrunerForCausalLM) -> None:
     check_start(started(model))
-    check_start(started(model, logits_processors=["a:B", StopProcessor]))
     olmo = changed(model)
     olmo.text_config.model_type = "olmo2"
     with pytest.raises(ValueError, match="is a olmo2; inside vLLM the policy works with qwen2, q"):
@@ -243,7 +270,7 @@ def test_broken_tensors_are_refused_at_start(
             None,
         ),
         ({"stop_policy": True}, {"type": "adaptive"}, None, None),
-        ({}, {"type": "enabled", "budget_tokens": 2000}, None, 2000),  # vLLM's, without a policy
+        ({"stop_policy": False}, {"type": "enabled", "budget_tokens": 2000}, None, 2000),  # vLLM's
     ],
 )
 def test_anthropics_budget_is_the_policys(
@@ -254,15 +281,15 @@ def test_anthropics_budget_is_the_policys(
     left: int | None,
 ) -> None:
     """By vLLM's own way from a body for /v1/messages to its parameters."""
-    monkeypatch.setattr(StopRoutes, "defaults", StopRequest(defaults, server=True))
+    monkeypatch.setattr(Defaults, "here", StopRequest(defaults, server=True))
     body = {"model": "toy", "max_tokens": 4000, "messages": [{"role": "user", "content": "?"}]}
     request = AnthropicMessagesRequest.model_validate(body | {"thinking": thinking})
     asked = AnthropicServingMessages.to_chat_completion_request(request)
     params = asked.to_sampling_params(4000, {})
-    StopProcessor.validate_params(params)
+    PolicyProcessor.validate_params(params)
     assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
     assert params.thinking_token_budget == left
-    StopProcessor.validate_params(params)  # used again
+    PolicyProcessor.validate_params(params)  # used again
     assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
 
 
@@ -379,12 +406,12 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
     assert batch.processor._requests == requests
     for request, steps in zip(requests.values(), ([3], [3, 5], [3]), strict=True):
         assert request.served.record.step_ends == steps
-    told = batch.processor.record("b")
-    assert told is requests[2].served.record
+    [named] = batch.processor.named("stop_id", "b")
+    told = named.record
+    assert named is requests[2].served
     # It ends there by its own probability: one step, decided once, and the closing forced.
     swapped[2].append(end)
     left = batch.step(logit=9.0)
-    assert told is not None
     assert told.step_ends == [3, 5]
     assert told.reason == "policy"
     assert left[2].isfinite().nonzero().tolist() == [[fmt.forced_suffix()[0]]]
@@ -504,10 +531,13 @@ def test_slots_of_runner_v2_stop_as_rows_do(queries: OSPrunerForCausalLM, drafts
                 continue
             runner.leave(slot)
             ids = one.output_ids[: min([MOST, *(i + 1 for i in ends)])]
-            told, (wanted, record) = runner.processor.record(name), by_rows(model, one, MOST)
+            [named], (wanted, record) = (
+                runner.processor.named("stop_id", name),
+                by_rows(model, one, MOST),
+            )
+            told = named.record
             assert ids[: len(wanted)] == wanted
             assert len(ids) <= len(wanted) + 1  # the end, which is forced here
-            assert told is not None
             known = (told.reason, told.thinking_tokens, told.step_ends)
             assert known == (record.reason, record.thinking_tokens, record.step_ends)
             assert told.probabilities == pytest.approx(record.probabilities, abs=1e-6)
@@ -533,8 +563,8 @@ def test_a_grammar_in_runner_v2(queries: OSPrunerForCausalLM, held: bool) -> Non
         ids = request.output_ids
         while len(ids) < record.thinking_tokens + 8:
             runner.step(draw)
-        told = runner.processor.record(f"g{number}")
-        assert told is not None
+        [named] = runner.processor.named("stop_id", f"g{number}")
+        told = named.record
         runner.leave(0)
         if held:
             assert set(ids) <= ruled

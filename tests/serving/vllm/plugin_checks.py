@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import Phase
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
-from ospruner.serving.vllm.runner_v1 import V1Processor
+from ospruner.serving.vllm.processor import PolicyProcessor
 
 from .plugin_replay import TOLERANCE, check_record, make_policy, make_prompts, replay
 
@@ -40,10 +40,8 @@ def start(model: Path | str, **further: Any) -> LLM:
 
 
 def start_policy(folder: Path | str, **further: Any) -> LLM:
-    """vLLM in this process on a policy."""
-    return start(
-        folder, logits_processors=[PROCESSOR], worker_extension_cls=WORKER_EXTENSION, **further
-    )
+    """vLLM in this process on a policy, for requests that ask for it."""
+    return start(folder, **{"additional_config": {"ospruner": {"stop_policy": False}}, **further})
 
 
 def run(
@@ -64,8 +62,10 @@ def greedy(extra: dict[str, Any] | None = None, **further: Any) -> SamplingParam
 
 def record(llm: LLM, name: str) -> dict[str, Any]:
     """What vLLM tells of a request with a `stop_id`."""
-    told: dict[str, Any] = llm.collective_rpc("ospruner_record", args=(name,))[0]
-    return told
+    [told] = llm.collective_rpc("ospruner_told", args=("stop_id", name))[0]
+    for numbers in (told["probabilities"], told["prices"]):  # as JSON has them
+        numbers[:] = [math.nan if one is None else float(one) for one in numbers]
+    return dict(told)
 
 
 def check_stops(
@@ -242,9 +242,7 @@ def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all others stop at once: at their first step end."""
-    [processor] = [
-        one for one in served.collective_rpc(_processors)[0] if isinstance(one, V1Processor)
-    ]
+    [processor] = served.collective_rpc(_processors)[0]
     defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
     changed = StopRequest(defaults | {"stop_control": 0.5}, server=True)
     monkeypatch.setattr(processor._core, "_defaults", changed)
@@ -270,7 +268,8 @@ def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
 
 
 def _processors(worker: Any) -> list[Any]:
-    return V1Processor.all_of(worker.model_runner)
+    found = worker.model_runner.input_batch.logitsprocs.all
+    return [one for one in found if isinstance(one, PolicyProcessor)]
 
 
 def counted() -> Counter[tuple[str, str]]:
@@ -302,6 +301,41 @@ def test_requests_that_are_aborted_leave_the_others_alone(
     assert 8 < len(kept) < 30
     for i in kept:
         check_record(model, mixed[i], finished[f"a{i}"], extras[i], record(served, f"a{i}"))
+
+
+def test_a_request_under_way_answers_when_it_is_told(
+    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    """Wherever it is in a step; the others go on as they were."""
+    from vllm.inputs import tokens_input
+
+    engine, forced, told_at = (
+        served.llm_engine,
+        model.token_format.forced_suffix(),
+        dict[str, int](),
+    )
+    for i in range(6):
+        extra = NEVER | {"stop_answer": "free"} | ({} if i % 2 else {"stop_answer": "forced"})
+        engine.add_request(f"w{i}", tokens_input(mixed[i]), greedy(extra | {"stop_id": f"w{i}"}))
+    texts: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            ids = texts[output.request_id] = list(output.outputs[0].token_ids)
+            name, number = output.request_id, int(output.request_id[1:])
+            if number % 2 == 0 and name not in told_at and len(ids) >= 3 + number:
+                told_at[name] = len(ids)
+                served.collective_rpc("ospruner_told", args=("stop_id", name, True))
+    assert len(told_at) == 3
+    for i in range(6):
+        ids, told = texts[f"w{i}"], record(served, f"w{i}")
+        if i % 2:
+            assert ids == plain[i][0]
+            assert told["reason"] != "request"
+            continue
+        at = told_at[f"w{i}"]
+        assert ids[:at] == plain[i][0][:at]
+        assert ids[at : at + len(forced)] == forced
+        assert (told["reason"], told["thinking_tokens"]) == ("request", at)
 
 
 @pytest.mark.parametrize(

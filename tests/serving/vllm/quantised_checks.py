@@ -21,7 +21,6 @@ from vllm.model_executor.layers.quantization import mxfp4 as mxfp4_layers
 
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.model import OSPrunerVLLM
-from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.untrained import untrained
 
 from .bases_checks import SIZES, random_base
@@ -143,7 +142,6 @@ def test_the_base_is_packed_and_the_tail_is_not(
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=512,
-        logits_processors=[PROCESSOR],
     ).create_engine_config()
     with set_current_vllm_config(config), torch.inference_mode():
         init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")

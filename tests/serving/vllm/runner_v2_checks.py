@@ -1,4 +1,4 @@
-"""A policy of queries only in vLLM's model runner V2, in process; run by test_runner_v2.py.
+"""A policy in vLLM's model runner V2, in process; run by test_runner_v2.py.
 
 The checks of V1, by the same code: what must be equal is.
 """
@@ -17,7 +17,9 @@ from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks, price_checks
 from .plugin_checks import (
+    NEVER,
     TIGHT,
+    check_stops,
     environment,
     greedy,
     mixed,
@@ -27,7 +29,7 @@ from .plugin_checks import (
     served,
     start_policy,
 )
-from .plugin_replay import TOLERANCE
+from .plugin_replay import TOLERANCE, make_policy
 from .queries_checks import model
 
 __all__ = ["environment", "mixed", "model", "on_runner_v2", "plain", "served"]
@@ -41,6 +43,7 @@ test_draws = plugin_checks.test_the_ith_text_draws_as_sample_index_i
 test_limits = plugin_checks.test_limits_and_stop_strings_end_requests_as_ever
 test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alone
 test_grammars = plugin_checks.test_a_grammar_governs_the_answer_of_a_pruned_thinking
+test_answers = plugin_checks.test_a_request_under_way_answers_when_it_is_told
 test_closed = plugin_checks.test_a_prompt_that_closed_its_thinking_is_left_alone
 test_probabilities = plugin_checks.test_probabilities_are_those_of_transformers
 
@@ -51,6 +54,17 @@ def test_it_is_served_at_the_prices_of_server_and_requests(
     price_checks.test_it_is_served_at_the_prices_of_server_and_requests(
         reasoner, tmp_path, "float32", "queries"
     )
+
+
+def test_layers_of_their_own_stop_where_generate_would(
+    plain: list[list[list[int]]], reasoner: Reasoner, mixed: list[list[int]], tmp_path: Path
+) -> None:
+    model = make_policy(reasoner, tmp_path)
+    served = start_policy(tmp_path, **TIGHT)
+    never = [greedy(NEVER | {"stop_answer": "free"}, ignore_eos=i % 5 == 0) for i in range(12)]
+    assert run(served, mixed[:12], never) == plain[:12]
+    seeds = [{"stop_policy": True, "stop_seed": 7, "stop_sample_index": i} for i in range(12)]
+    assert check_stops(served, model, mixed[:12], seeds)["policy"] > 0
 
 
 def test_drafted_tokens_are_decided_in_order_and_cut_at_a_stop(

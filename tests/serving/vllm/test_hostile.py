@@ -29,6 +29,8 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
+from ospruner.serving.vllm import plugin
+from ospruner.serving.vllm.plugin import REPLY
 
 from ...conftest import Fuzzed
 from .plugin_replay import make_policy, make_prompts
@@ -223,7 +225,7 @@ class Body(BaseModel):
 class SmallApp:
     """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
 
-    def __init__(self, config: dict[str, Any] | None = None) -> None:
+    def __init__(self) -> None:
         monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
         app = FastAPI()
 
@@ -237,28 +239,28 @@ class SmallApp:
 
         @app.post("/v1/chat/completions")
         async def stream() -> StreamingResponse:
-            choice = (
-                '{"index":0,"delta":{"reasoning":"I add.","content":"5"},"finish_reason":"stop"}'
-            )
-            parts = [f'data: {{"id":"a","choices":[{choice}]}}\n\n', "data: [DONE]\n\n"]
-            return StreamingResponse(iter(parts), media_type="text/event-stream")
+            told = [f"data: {one}\n\n" for one in self.pieces]
+            return StreamingResponse(iter(told), media_type="text/event-stream")
 
         routes = monitoring.StopRoutes()
         routes.attach_router(app)
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
         self.asked: list[str] = []
-        self.model_config = Namespace(hf_config=OSPrunerConfig())  # of lambda 0 alone
-        options = Namespace(reasoning_parser="", speculative_config=None)
-        options.additional_config = config or {}
+        self.texts, self.pieces = 0, list[str]()  # of a reply
+        config = OSPrunerConfig(reasoning_format={"think_end": ""})  # of lambda 0 alone
+        self.model_config = Namespace(hf_config=config)
+        structured = Namespace(reasoning_parser="")
+        options = Namespace(structured_outputs_config=structured, speculative_config=None)
         asyncio.run(routes.init_state(self, app.state, options))
         self.client = TestClient(app, raise_server_exceptions=False)
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any] | None]:
-        """What a worker of vLLM would say: of "known" and the like."""
-        assert method == "ospruner_record"
-        self.asked.append(args[0])
-        record = StopRecord(probabilities=[math.nan, 0.5])
-        return [vars(record) if args[0].startswith("known") else None]
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[list[Any]]:
+        """What a worker of vLLM would say: of "known" and the like, and of replies."""
+        assert method == "ospruner_told"
+        key, name, *answer = args
+        self.asked.append(name)
+        known = vars(StopRecord(reason="request" if answer else "policy")) | {"price": 0.5}
+        return [[known] * (self.texts if key == REPLY else name.startswith("known"))]
 
     def send(self, body: bytes) -> tuple[int, str]:
         headers = {"Content-Type": "application/json"}
@@ -293,6 +295,8 @@ def test_each_route_is_checked(small_app: SmallApp) -> None:
 
 
 def test_no_delta_of_a_stream_holds_reasoning_and_content(small_app: SmallApp) -> None:
+    choice = '{"index":0,"delta":{"reasoning":"I add.","content":"5"},"finish_reason":"stop"}'
+    small_app.pieces = [f'{{"id":"a","choices":[{choice}]}}', "[DONE]"]
     reply = small_app.client.post("/v1/chat/completions", json={})
     *told, done, end = reply.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
@@ -301,8 +305,37 @@ def test_no_delta_of_a_stream_holds_reasoning_and_content(small_app: SmallApp) -
     assert [one["finish_reason"] for one in choices] == [None, "stop"]
 
 
+def test_a_reply_tells_how_the_thinking_of_its_texts_ended() -> None:
+    app, told = SmallApp(), {"reason": "policy", "thinking_tokens": 0, "price": 0.5}
+    app.texts = 2
+    reply = app.client.post("/v1/completions", json={"prompt": [1], "vllm_xargs": {"stop_id": "a"}})
+    assert reply.json()["ospruner"] == [told, told]
+    assert reply.json()["settings"]
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    off = {"prompt": [1], "vllm_xargs": {"stop_policy": False}}
+    assert "ospruner" not in app.client.post("/v1/completions", json=off).json()
+    assert len(app.asked) == len(set(app.asked)) == 1
+    begun: dict[str, Any] = {
+        "choices": [{"finish_reason": None, "delta": {"content": '"finish_reason":"stop"}'}}]
+    }
+    ended: dict[str, Any] = {"choices": [{"finish_reason": "stop"}]}
+    delta: dict[str, Any] = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
+    for pieces in ([begun, ended, begun, ended], [{"type": "response.created"}, delta, delta]):
+        app.pieces = [json.dumps(one) for one in pieces]
+        lines = app.client.post("/v1/chat/completions", json={"prompt": [1]}).text.split("\n\n")
+        got = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+        assert got == [*pieces[:-1], {**pieces[-1], "ospruner": [told, told]}]
+
+
+def test_a_request_under_way_is_told_to_answer(small_app: SmallApp) -> None:
+    reply = small_app.client.post("/ospruner/answer/known-1")
+    assert (reply.status_code, reply.json()["reason"]) == (200, "request")
+    assert small_app.client.get("/ospruner/stops/known-1").json()["reason"] == "policy"
+    assert small_app.client.post("/ospruner/answer/nobody").status_code == 404
+
+
 def test_the_reply_says_that_the_policy_was_off_and_why() -> None:
-    app = SmallApp({"ospruner": {"stop_policy": True}})
+    app = SmallApp()
     told = "ospruner_policy_off_total"
     for extra, why in (
         ({"response_format": {"type": "json_object"}}, "a grammar, which holds in the thinking"),
@@ -329,7 +362,7 @@ def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None
         if name.isprintable():  # others are refused as names
             assert f"no request had the stop_id {shown('x' + name)}" in reply.json()["detail"]
             reply = small_app.client.get(f"{root}/known{quoted}")
-            assert reply.json()["probabilities"] == [None, 0.5], name
+            assert reply.json()["price"] == 0.5, name
             assert small_app.asked[-1] == f"known{name}"
     fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS))
 
@@ -363,8 +396,11 @@ def test_answers_are_counted_as_they_come() -> None:
         assert (counted("answer_tokens"), counted("rethought")) == (tokens, wanted)
 
 
-def test_an_effort_reaches_the_engine_as_a_key() -> None:
-    app = SmallApp({"ospruner": {"stop_policy": True, "stop_efforts": {"low": 0.25}}})
+def test_an_effort_reaches_the_engine_as_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = StopRequest({"stop_efforts": {"low": 0.25}}, server=True)
+    defaults.settle(OSPrunerConfig())
+    monkeypatch.setattr(plugin.Defaults, "here", defaults)
+    app = SmallApp()
     more: dict[str, Any]
     for more, wanted in (
         ({"reasoning_effort": "low"}, "threshold=0.25"),

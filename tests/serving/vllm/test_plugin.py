@@ -47,7 +47,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
     [
         ({"tools": []}, {"stop_policy": True}),
         ({"tools": TOOLS, "tool_choice": "none"}, {"stop_policy": True}),
-        ({"tools": TOOLS}, {}),
+        ({"tools": TOOLS}, {"stop_policy": False}),
         ({"tools": TOOLS}, {"stop_policy": True, "stop_answer": "tools"}),
         ({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, {"stop_policy": True}),
         ({"tools": TOOLS, "vllm_xargs": {"stop_policy": False}}, {"stop_policy": True}),
@@ -87,7 +87,8 @@ def test_what_would_do_nothing_is_refused(
         check_body(body, on, config, parses)
 
 
-ON = StopRequest({"stop_policy": True}, server=True)
+ON = StopRequest({}, server=True)
+OFF = StopRequest({"stop_policy": False}, server=True)
 CHAT, MESSAGES, TOKENS = "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"
 PLACES = ("extra_body", "chat_template_kwargs", "custom_params", "extra_args", "sampling_params")
 OTHERS = (  # names of a budget elsewhere
@@ -163,7 +164,7 @@ def test_where_a_grammar_puts_the_policy_off(body: dict[str, Any]) -> None:
     why, asks = "a grammar beside that", {"vllm_xargs": {"stop_policy": True}}
     assert check_body(body, ON, FIXED, True, CHAT) is None
     assert check_body(body, ON, FIXED, True, CHAT, why) == why
-    assert check_body(body, StopRequest({}, server=True), FIXED, True, CHAT, why) is None
+    assert check_body(body, OFF, FIXED, True, CHAT, why) is None
     assert check_body(body | {"vllm_xargs": {"stop_policy": False}}, ON, FIXED, True, CHAT) is None
     hidden = check_body(body | {"include_reasoning": False}, ON, FIXED, True, CHAT)
     assert hidden == "a grammar, which holds in the thinking already"

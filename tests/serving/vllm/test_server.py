@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import json
 import os
@@ -23,10 +24,11 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.vllm.plugin import PROCESSOR
-from ospruner.serving.vllm.vllm_server import vllm_command
+from ospruner.serving.launch import engine_options
+from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...goldens import served
 from ...server_process import free_port, running_server
@@ -449,48 +451,78 @@ def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner
 
 @needs_vllm
 @pytest.mark.slow
-def test_plain_vllm_without_the_processor_fails_at_start(
-    policy: tuple[OSPrunerForCausalLM, Path],
+@pytest.mark.parametrize("stops", [True, False])
+def test_vllms_own_command_serves_a_policy_and_any_other_model(
+    policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner, tmp_path: Path, stops: bool
 ) -> None:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(policy[1]), "--port", str(free_port()), *ARGUMENTS]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert f"Start vLLM with --logits-processors {PROCESSOR}" in done.stdout
+    """Without an option of ours, nor a variable."""
+    folder, port = policy[1] if stops else reasoner.folder, free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    url = f"http://127.0.0.1:{port}"
+    with running_server([*command, "--port", str(port), *ARGUMENTS], url, CPU, tmp_path / "log"):
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+        lengths = []
+        for extra in ({}, {"stop_policy": False, "stop_answer": "free"}):
+            reply = client.chat.completions.create(
+                model=str(folder), messages=[{"role": "user", "content": ASK["content"]}],
+                temperature=0, max_tokens=300, extra_body={"vllm_xargs": extra},
+            )  # fmt: skip
+            assert reply.usage is not None
+            lengths.append(reply.usage.completion_tokens)
+        message: Any = reply.choices[0].message
+        assert (lengths[0] < lengths[1]) is stops
+        assert bool(message.reasoning) is stops  # the parser is a policy's
 
 
 def test_the_command_of_a_server(
-    policy: tuple[OSPrunerForCausalLM, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: tuple[OSPrunerForCausalLM, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = str(policy[1])
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = vllm_command(folder, defaults, ["--port", "81"])
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    assert command[-4:] == ["--reasoning-parser", "ospruner", "--port", "81"]
-    assert command[command.index("--logits-processors") + 1] == PROCESSOR
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert command[5:] == [
+        "--additional-config",
+        json.dumps({"ospruner": defaults}),
+        "--port",
+        "81",
+    ]
+    assert set(environment) == {"VLLM_PLUGINS"}  # which model runner, vLLM chooses
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert vllm_command(folder, {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    policy[0].config.tuning = "queries"
-    policy[0].config.save_pretrained(tmp_path)
-    assert vllm_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    policy[0].config.num_policy_layers = 0
-    policy[0].config.save_pretrained(tmp_path)
-    assert vllm_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    own, _ = vllm_command(folder, {}, ["--reasoning-parser=qwen3"])
-    assert own.count("--reasoning-parser") == 0
-    with pytest.raises(ValueError, match=r"--logits-processors: `ospruner serve` sets it"):
-        vllm_command(folder, {}, ["--logits-processors", "x:Y"])
+    where = policy[0].config.base_model_name_or_path
+    said = f"Serving {folder} on {where}: stops by draws, at price 0 of a token by default; "
+    assert capsys.readouterr().out == f"{said}promises: none\n"
+    promise = {"mode": "threshold", "threshold": 0.25, "price": None, "max_loss": 0.02}
+    config = copy.deepcopy(policy[0].config)
+    config.calibrations = [dict.fromkeys(CALIBRATION_FIELDS, 0) | promise | {"confidence": 0.95}]
+    config.save_pretrained(tmp_path)
+    vllm_command(str(tmp_path), {"stop_policy": False, "stop_max_loss": 0.03}, [])
+    told = capsys.readouterr().out
+    assert "stops those who ask, from probability 0.25 on, at price 0" in told
+    assert told.endswith("promises: at most 0.02 of accuracy lost, with confidence 0.95\n")
+    with pytest.raises(ValueError, match=r"--additional-config={}: `ospruner serve` sets it"):
+        vllm_command(folder, {}, ["--additional-config={}"])
     with pytest.raises(ValueError, match="the server's defaults: stop_threshold is 4"):
         vllm_command(folder, {"stop_threshold": 4}, [])
     with pytest.raises(ValueError, match="the server's defaults: stop_control is 2"):
         vllm_command(folder, {"stop_control": 2}, [])
+
+
+@needs_vllm
+def test_too_little_memory_on_a_cpu_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import cpu_resource_utils as resources
+
+    memory = resources.MemoryNodeInfo(total_memory=1000, available_memory=500)
+    monkeypatch.setattr(resources, "get_memory_node_info", lambda _: memory)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    with pytest.raises(
+        ValueError, match=r"the share 0.92 .*0.50 of it is free.*-utilization 0.40,"
+    ):
+        check_memory(engine_options(["--port", "81"]))
+    for enough in (["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "9"]):
+        check_memory(engine_options(enough))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    check_memory(engine_options([]))

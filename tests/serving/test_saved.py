@@ -1,0 +1,80 @@
+"""What a server has saved, by its counters."""
+
+from __future__ import annotations
+
+import http.server
+import math
+import re
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ospruner.serving.saved import saved_by
+
+
+def metrics(groups: dict[tuple[str, str], list[int]]) -> str:
+    """As Prometheus writes them."""
+    lines = ["# TYPE ospruner_thinking_tokens_total counter"]
+    for (group, reason), tokens in groups.items():
+        for kind, power in (("ended", 0), ("tokens", 1), ("squares", 2)):
+            total = float(sum(one**power for one in tokens))
+            labels = f'group="{group}",reason="{reason}"'
+            lines.append(f"ospruner_thinking_{kind}_total{{{labels}}} {total}")
+    return "\n".join([*lines, "other_total 3.0", ""])
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[str, list[str]]]:
+    """A server's address, and what it says."""
+    said: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(said[-1].encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", said
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_saving_and_its_interval(told: tuple[str, list[str]]) -> None:
+    """The interval holds the truth in about 95 of 100 drawn servers."""
+    url, said = told
+    draw, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        pruned, whole = draw.geometric(1 / 300, 800), draw.geometric(1 / 500, 60)
+        groups = {
+            ("policy", "policy"): pruned[:700].tolist(),
+            ("control", "natural"): whole.tolist(),
+        }
+        said.append(metrics({**groups, ("policy", "natural"): pruned[700:].tolist()}))
+        text = saved_by(f"{url}/v1")
+        found = re.search(r"saved (.*)% \[(.*)%, (.*)%\]: (\S+) thinking tokens \[", text)
+        assert found is not None
+        share, low, high, tokens = (float(one.replace(",", "")) for one in found.groups())
+        assert share == pytest.approx(100 * (1 - pruned.mean() / whole.mean()), abs=0.051)
+        assert tokens == pytest.approx(800 * whole.mean() - pruned.sum(), abs=0.51)
+        held += low <= 40 <= high
+    assert "800 requests with the policy" in text
+    assert "ended by: natural 100, policy 700" in text
+    assert abs(held / 200 - 0.95) < 3.5 * math.sqrt(0.95 * 0.05 / 200)
+
+
+def test_what_is_missing_is_said(told: tuple[str, list[str]]) -> None:
+    url, said = told
+    said.append(metrics({("policy", "budget"): [5, 6]}))
+    assert "11 thinking tokens; ended by: budget 2\nno control group" in saved_by(url)
+    said.append("other_total 3.0\n")
+    with pytest.raises(ValueError, match="no thinking has ended there with a policy so far"):
+        saved_by(url)
+    with pytest.raises(ConnectionError, match="127.0.0.1:9/metrics does not answer"):
+        saved_by("http://127.0.0.1:9")
