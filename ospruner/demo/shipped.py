@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ospruner.eval.problems.task import Math, Task
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.progress import Progress, silent
+from ospruner.train.labels.label import LabelConfig
 from ospruner.train.labels.making import Labeller, label_problems
 
 from . import REASONER
@@ -30,6 +32,8 @@ from .problems import Split, iterate_problems
 
 MAX_THINKING_TOKENS = 800
 MAX_ANSWER_TOKENS = 16
+# As `ospruner label` has it, so that its labels and the demo's policies go together.
+FORMAT = replace(DEEPSEEK_R1, step_tokens=LabelConfig.step_tokens)
 
 
 class Reasoner:
@@ -60,14 +64,14 @@ class Reasoner:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32
         )
-        self.token_format = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
+        self.token_format = TokenFormat.compile(FORMAT, self.tokenizer)
         self.engine = TransformersEngine(self.model, self.tokenizer, batch_size=256)
 
     def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
         """How its traces of a task (mathematics) are made: T = 0.6, top-p 0.95, forced answers."""
         return LabelSettings(
             base_model=str(self.folder),
-            reasoning_format=DEEPSEEK_R1.to_dict(),
+            reasoning_format=FORMAT.to_dict(),
             seed=seed,
             max_new_tokens=MAX_THINKING_TOKENS,
             max_answer_tokens=MAX_ANSWER_TOKENS,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_ospruner import OSPrunerConfig
 from ospruner.demo import POLICY, REASONER
 from ospruner.demo.policy_recipe import FILES, make_policy
-from ospruner.demo.shipped import draw_split
+from ospruner.demo.shipped import FORMAT, draw_split
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.results import Results
@@ -33,6 +33,8 @@ def test_it_is_small_and_of_nobodys_machine() -> None:
     for name in ("config.json", "results.json", "provenance.json"):
         assert not re.search(r"\"/|/tmp/|/home/", (POLICY / name).read_text()), name
     assert OSPrunerConfig.from_pretrained(POLICY).base_model_name_or_path == str(REASONER)
+    # Labels of `ospruner label` on the reasoner go with it.
+    assert OSPrunerConfig.from_pretrained(POLICY).reasoning_format == FORMAT.to_dict()
     details = read_provenance(POLICY).details
     assert details["price_chosen_by"] == CHOSEN_BY
     assert "warning" not in details
