@@ -115,7 +115,9 @@ def test_replies_are_split(
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
     """By what the format holds, whatever its name."""
     for name, parser in (("marker", PARSER), ("phrase", None)):
-        assert parser_of(made(reasoner, tmp_path / name, name).config.reasoning_format) == parser
+        assert (
+            parser_of(made(reasoner, tmp_path / name, name).config.reasoning_format or {}) == parser
+        )
     for form, parser in ((DEEPSEEK_R1, PARSER), (QWEN3, PARSER), (HARMONY, HARMONY_PARSER)):
         for name in (form.name, "one's own"):
             literals = replace(form, name=name).to_dict()
