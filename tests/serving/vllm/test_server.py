@@ -70,7 +70,10 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(policy: tuple[OSPrunerForCausalLM, Path]) -> Iterator[OpenAI]:
-    compact = ("--structured-outputs-config", '{"disable_any_whitespace": true}')
+    compact = (
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    )
     with serving(policy[1], "--opt-in", "--efforts", "low=0,high=1", *compact) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none")
 
