@@ -10,6 +10,7 @@ nothing between them. What the base's other layers between and behind them added
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -589,13 +590,16 @@ def _drop_keys(tail: PreTrainedModel) -> None:
     looking = [m.register_forward_hook(look) for m in layers.modules() if "layer_idx" in vars(m)]
     for layer in layers:
         layer.forward = partial(through, layer)
+    turning = [m for m in tail.modules() if "rope_type" in vars(m)]
+    for rotary in turning:  # without its look at positions, of which a meta device has none
+        rotary.forward = partial(inspect.unwrap(type(rotary).forward), rotary)
     with torch.device("meta"), torch.enable_grad():
         hidden = torch.zeros(1, 1, tail.config.hidden_size, dtype=tail.dtype)
         here, mask = torch.zeros(1, 1, dtype=torch.long), hidden.new_zeros(1, 1, 1, 1)
         tail(inputs_embeds=hidden, position_ids=here, attention_mask=mask, use_cache=False)
     for handle in looking:
         handle.remove()
-    for module in list(layers.modules()):
+    for module in [*turning, *layers.modules()]:
         vars(module).pop("forward", None)
         for name, child in list(module.named_children()):
             own = set(child.parameters())
