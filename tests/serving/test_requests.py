@@ -235,7 +235,7 @@ def test_effort_and_budgets_of_all_dialects(
     assert told == left
     within = {"sampling_params": {"extra_args": body.get("vllm_xargs")}, **body}
     assert translated(within, "sampling_params.extra_args", "", on, EVERY)[1] == wanted
-    off = StopRequest(None, server=True)
+    off = StopRequest({ON: False}, server=True)
     off.settle(EVERY)
     if not body.get("vllm_xargs"):
         assert translated(sent, "vllm_xargs", "", off, EVERY) == (sent, None)
