@@ -180,7 +180,7 @@ def test_stop_strings_beside_the_policy_are_refused(monkeypatch: pytest.MonkeyPa
 def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEFAULTS_VARIABLE, raising=False)
     config = OSPrunerConfig(price=1e-3)
-    assert server_defaults(config).on is None
+    assert server_defaults(config).on  # a server that says nothing stops
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True, "stop_answer": "free"}))
     assert server_defaults(config).on
     monkeypatch.setenv(DEFAULTS_VARIABLE, '{"stop_mode": "now"}')
