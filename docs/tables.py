@@ -26,7 +26,7 @@ from ospruner.eval.results import Results, prices_of
 from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "real-model.md", DOCS / "numbers.md")
+PAGES = tuple(DOCS / one for one in ("../README.md", "real-model.md", "numbers.md", "bases.md"))
 Content = Mapping[str, Any]  # of a JSON file
 BLOCK = re.compile(
     r"(<!-- table: (?P<kind>[a-z-]+) (?P<files>[^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL
@@ -108,6 +108,13 @@ def served(file: Content) -> str:
         ["share of time saved over share of tokens saved", ratio("time_saved_over_tokens_saved")],
     ]
     return markdown_table(["", ""], rows)
+
+
+def bases(file: Content) -> str:
+    """On which bases a policy is right, and why others are refused."""
+    columns = {"queries": "queries", "layers": "layers", "vllm": "vLLM", "sglang": "SGLang"}
+    rows = [[name, *(one.get(key, "not run") for key in columns)] for name, one in file.items()]
+    return markdown_table(["base", *columns.values()], rows)
 
 
 def engines(file: Content) -> str:
@@ -251,6 +258,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "online": online,
     "served": served,
     "engines": engines,
+    "bases": bases,
 }
 
 

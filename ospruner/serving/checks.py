@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -58,7 +58,7 @@ def check_policy(
     config: OSPrunerConfig,
     policy: str,
     engine: str,
-    bases: Collection[str],
+    unfit: str | None,
     revision: str | None = None,
     download_dir: str | None = None,
     weights: bool = True,
@@ -69,7 +69,7 @@ def check_policy(
         config: the policy's.
         policy: its folder or Hub id.
         engine: as it calls itself.
-        bases: the `model_type`s that it takes: those that it was run on.
+        unfit: why the engine cannot run the policy on its base; None if it can.
         revision: of the policy's repository.
         download_dir: where the engine keeps repositories; None for the Hub's own cache.
         weights: whether the engine will read any.
@@ -84,11 +84,11 @@ def check_policy(
             f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
             f"{engine} a policy stops the model that it is served with"
         )
-    if kind not in bases:
+    if unfit is not None:
         raise ValueError(
-            f"the base {where!r} is a {kind}; inside {engine} the policy works with "
-            f"{', '.join(bases)}: serve it with another engine (ospruner serve --engine), or "
-            "generate with transformers: model.generate(stop_policy=True)"
+            f"the base {where!r} is a {kind}; inside {engine} {unfit}: serve it with another "
+            "engine (ospruner serve --engine), or generate with transformers: "
+            "model.generate(stop_policy=True)"
         )
     try:
         base_config = AutoConfig.from_pretrained(where, revision=config.base_revision)

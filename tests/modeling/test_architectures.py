@@ -23,9 +23,15 @@ from ospruner.train.untrained import fresh_layers, untrained
 
 from .families import COMMON, LOCAL_EXPERTS, MAMBA, ORDINARY, OTHERS, make_base, padded_prompts
 
+HYBRID_AND_LATENT = ("qwen3_5_text", "deepseek_v3")
 FAMILIES = [
     *ORDINARY,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+    *HYBRID_AND_LATENT,
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in OTHERS
+        if name not in HYBRID_AND_LATENT
+    ),
 ]
 PROMPT_WIDTH, NEW_TOKENS = 9, 20
 PIECES = ((0, 7), (7, 12), (12, 13), (13, 20))

@@ -228,8 +228,10 @@ def check_start(config: OSPrunerConfig, arguments: Any) -> None:
             "where requests end: start with --disable-prefill-cuda-graph (`ospruner serve` does)"
         )
     check_tuning(config)
+    fits = config.get_text_config().model_type in BASES
+    unfit = None if fits else f"the policy works with {', '.join(BASES)}"
     check_policy(
-        config, arguments.model_path, "SGLang", BASES, arguments.revision, arguments.download_dir
+        config, arguments.model_path, "SGLang", unfit, arguments.revision, arguments.download_dir
     )
     if (stored := quantisation(config)) is not None:
         raise ValueError(

@@ -11,20 +11,26 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm import ModelRegistry
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import transformers
+from vllm.model_executor.models.interfaces import has_inner_state, is_hybrid, supports_eagle3
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
-from modeling_ospruner.modeling_ospruner import check_norm
+from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
+from ospruner.bases import empty_base
 
 from ..checks import (
     Weights,
@@ -39,23 +45,22 @@ from .gemma3 import TappedGemma3ForCausalLM
 from .pages import QUERIES_WORK, Pages
 from .plugin import HARMONY_PARSER
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start"]
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "architecture", "check_start", "why_not"]
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
 
-_BASES = {  # by model_type: vLLM's class
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
-_TAPPED = {"gemma3_text": TappedGemma3ForCausalLM}  # in the place of vLLM's, which has no tap
+_TAPPED = {"Gemma3ForCausalLM": TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
+# Whose tokens and stop probabilities were compared (tests/serving/vllm/bases_checks.py). Of others
+# that have all that is needed, Cohere 2 MoE and Apertus gave other probabilities.
+_COMPARED = (
+    *("AfmoeForCausalLM", "Ernie4_5ForCausalLM", "Gemma3ForCausalLM"),
+    *("Gemma4ForCausalLM", "Glm4ForCausalLM", "GptOssForCausalLM"),
+    *("GraniteForCausalLM", "LlamaForCausalLM", "Ministral3ForCausalLM"),
+    *("MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+)
 _DRAFTS = ("ngram", "ngram_gpu", "draft_model")
 _WORKS: Works = {  # the tail follows the whole base
     "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
@@ -89,48 +94,89 @@ class StopHead(nn.Linear):
 
 @support_torch_compile(dynamic_arg_dims={"positions": 0, "hidden": 0})
 class _Tail(nn.Module):
-    """The policy's copies of the base's last n layers and of its final norm."""
+    """The policy's copies of the base's last n layers and of its final norm.
 
-    def __init__(self, *, vllm_config: VllmConfig, base: Any, num_layers: int) -> None:
+    Layers are made of what their class asks for; beside an unquantised base they must turn out as
+    its own.
+    """
+
+    def __init__(
+        self, *, vllm_config: VllmConfig, base: Any, num_layers: int, unquantised: bool
+    ) -> None:
         super().__init__()
-        self.config = vllm_config.model_config.hf_config
+        self.config: Any = vllm_config.model_config.hf_config
         self.parallel_config = vllm_config.parallel_config
-        model = base.model
-        named = base if "hf_to_vllm_mapper" in vars(type(base)) else model
-        self._mapper: WeightsMapper = type(named).hf_to_vllm_mapper
-        layer = type(model.layers[-1])
-        asked = inspect.signature(layer).parameters
-        given = {"vllm_config": vllm_config, "config": self.config}
-        given |= {name: vars(vllm_config)[name] for name in ("cache_config", "quant_config")}
-        given = {name: value for name, value in given.items() if name in asked}
-        first = 3 * self.config.num_hidden_layers - num_layers
-        self.layers = nn.ModuleList(
-            layer(**given, prefix=f"tail.layers.{first + i}") for i in range(num_layers)
-        )
-        self.norm = type(model.norm)(self.config.hidden_size, eps=model.norm.variance_epsilon)
+        self.layers = nn.ModuleList()
+        total = len(base.model.layers)
+        for number in range(total - num_layers, total):
+            theirs = base.model.layers[number]
+            place = 2 * total + number
+            given = {**vars(vllm_config), "vllm_config": vllm_config, "config": self.config}
+            given |= {"prefix": f"tail.layers.{place}", "layer_idx": place}
+            asked = inspect.signature(type(theirs)).parameters
+            try:
+                own = type(theirs)(**{name: given[name] for name in asked if name in given})
+            except TypeError as error:
+                raise ValueError(
+                    f"vLLM's {type(theirs).__name__} cannot be copied for a policy ({error}): "
+                    "generate with transformers"
+                ) from error
+            unlike = _weights_of(own) ^ _weights_of(theirs)
+            if unlike and unquantised:
+                raise ValueError(
+                    f"vLLM's {type(theirs).__name__} is another behind the base's last layer "
+                    f"({', '.join(sorted(name for name, _ in unlike))}): generate with transformers"
+                )
+            self.layers.append(own)
+        self.norm = copy.deepcopy(base.model.norm)
+        self._pairs = "residual" in inspect.signature(type(self.layers[0]).forward).parameters
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
         residual = None
         for layer in self.layers:
-            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
+            if self._pairs:
+                hidden, residual = layer(
+                    positions=positions, hidden_states=hidden, residual=residual
+                )
+            else:
+                hidden = layer(positions=positions, hidden_states=hidden)
+        if residual is None:
+            last: torch.Tensor = self.norm(hidden)
+            return last
         hidden, _ = self.norm(hidden, residual)
         return hidden
 
-    def load_weights(self, weights: Weights) -> set[str]:
-        """Takes tensors as transformers names them."""
-        loaded: set[str]
-        if self.config.model_type != "gpt_oss":
-            loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self._mapper)
-            return loaded
-        # Experts are loaded by methods of vLLM's model, borrowed, for the tail has the same parts.
-        from vllm.model_executor.models.gpt_oss import GptOssModel
 
-        for name in ("_load_weights_other", "_load_weights_mxfp4"):
-            vars(self)[name] = partial(getattr(GptOssModel, name), self)
-        vars(self)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
-        loaded = GptOssModel.load_weights(self, self._mapper.apply(weights))
+class _Loading(nn.Module):
+    """A tail that is filled as vLLM's own model of the base is: by its methods, borrowed."""
+
+    def __init__(self, tail: _Tail, base: Any) -> None:
+        super().__init__()
+        self.layers, self.norm, self.config = tail.layers, tail.norm, tail.config
+        vars(self)["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)["_modules"].get(name)
+        if own is not None:
+            return own
+        found = getattr(vars(self)["_base"].model, name)
+        return MethodType(found.__func__, self) if isinstance(found, MethodType) else found
+
+    def load(self, weights: Weights) -> set[str]:
+        """Takes tensors as transformers names them."""
+        base = vars(self)["_base"]
+        mapper: WeightsMapper | None = vars(type(base)).get("hf_to_vllm_mapper")
+        weights = weights if mapper is None else mapper.apply(weights)
+        own = getattr(type(base.model), "load_weights", None)
+        loaded: set[str] = (
+            own(self, weights) if own else AutoWeightsLoader(self).load_weights(weights)
+        )
         return loaded
+
+
+def _weights_of(layer: nn.Module) -> set[tuple[str, torch.Size]]:
+    return {(name, one.shape) for name, one in layer.named_parameters()}
 
 
 class OSPrunerVLLM(nn.Module):
@@ -154,10 +200,10 @@ class OSPrunerVLLM(nn.Module):
                 fall_back_to_pt=False,
             )
         ]
-        kind = text.model_type
-        own = _for_base(vllm_config, [_BASES[kind]])
+        name = architecture(text)
+        own = _for_base(vllm_config, [name])
         prefix = maybe_prefix(prefix, "base")
-        base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(kind))
+        base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(name))
         self.base: Any = base
         self.tail: _Tail | None = None
         self._pages: Pages | None = None  # with a policy of queries only
@@ -165,7 +211,12 @@ class OSPrunerVLLM(nn.Module):
             base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
             tail_config = _for_tail(own, as_base=config.adapter_rank > 0)
             with set_model_tag("ospruner_tail"):
-                self.tail = _Tail(vllm_config=tail_config, base=base, num_layers=n)
+                self.tail = _Tail(
+                    vllm_config=tail_config,
+                    base=base,
+                    num_layers=n,
+                    unquantised=own.quant_config is None,
+                )
         self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
         if self.tail is not None and config.tuning == "queries":
@@ -223,11 +274,27 @@ class OSPrunerVLLM(nn.Module):
         logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
         return logits
 
+    @staticmethod
+    def _without_tail(weights: Weights, tail: list[tuple[str, torch.Tensor]]) -> Weights:
+        for name, tensor in weights:
+            if name.startswith("tail."):
+                tail.append((name.removeprefix("tail."), tensor))
+            else:
+                yield name, tensor
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
         weights = merge_adapters(weights, self._config)
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
-        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+        tail: list[tuple[str, torch.Tensor]] = []
+        others = self._without_tail(mapper.apply(weights), tail)
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(others)
+        if self.tail is not None:
+            # As checkpoints name and stack them: vLLM's models read no other form.
+            policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
+            assert policy.tail is not None
+            stored = revert_weight_conversion(policy.tail, dict(tail)).items()
+            loaded |= {f"tail.{name}" for name in _Loading(self.tail, self.base).load(stored)}
         if self._pages is not None and self.tail is not None:
             keys = {f"tail.{name}" for name, _ in self.tail.named_parameters()}
             loaded |= {name for name in keys if self._pages.unread(name)}
@@ -239,6 +306,33 @@ class OSPrunerVLLM(nn.Module):
         # A base that was not on this machine at the start is now.
         check_base_weights(self._config, self._download_dir)
         return loaded
+
+
+def architecture(text: Any) -> str:
+    """The name of transformers' class of a base; vLLM's goes by the same."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
+
+
+def why_not(text: Any) -> str | None:
+    """Why vLLM cannot run a base of this configuration with a tail beside it; None if it can."""
+    name = architecture(text)
+    if name not in ModelRegistry.models:
+        return f"there is no {name}"
+    try:
+        found = ModelRegistry.models[name].load_model_cls()
+    except ImportError as error:
+        return f"{name} cannot be imported ({error})"
+    if issubclass(found, transformers.base.Base):
+        return f"{name} is run by transformers' own code, whose layers are not copied"
+    if is_hybrid(found) or has_inner_state(found):
+        return f"{name} keeps recurrent states, which have no room beside a policy"
+    if vars(text).get("kv_lora_rank"):
+        return f"{name} keeps compressed (latent) keys and values, which are not read"
+    if not supports_eagle3(found) and name not in _TAPPED:
+        return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
+    if name not in _COMPARED:
+        return f"{name} was never found to give the same as transformers"
+    return None
 
 
 def check_start(vllm_config: VllmConfig) -> None:
@@ -266,7 +360,8 @@ def check_start(vllm_config: VllmConfig) -> None:
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.
-    check_policy(config, model.model, "vLLM", _BASES, model.revision, load.download_dir, weights)
+    unfit = why_not(config.get_text_config())
+    check_policy(config, model.model, "vLLM", unfit, model.revision, load.download_dir, weights)
 
 
 def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:
@@ -301,8 +396,10 @@ def _for_tail(config: VllmConfig, as_base: bool) -> VllmConfig:
     """
     text = copy.deepcopy(config.model_config.hf_config)
     total = text.num_hidden_layers
-    if "layer_types" in vars(text) and text.layer_types:
-        text.layer_types = list(text.layer_types) * 3
+    for name, value in vars(text).items():
+        if isinstance(value, list | tuple) and len(value) == total:
+            setattr(text, name, list(value) * 3)
+    text.num_hidden_layers = 3 * total
     if "decoder_sparse_step" in vars(text):
         dense, step = text.mlp_only_layers or (), text.decoder_sparse_step
         plain = [i for i in range(total) if i in dense or (i + 1) % step]

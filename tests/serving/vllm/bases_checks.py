@@ -61,6 +61,15 @@ BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
         + ["sliding_attention"]
     },
     "glm4": {"attention_bias": True, "rope_parameters": _ROTATED},
+    "afmoe": {"num_experts": 4, "moe_intermediate_size": 64, "num_dense_layers": 1}
+    | _EXPERTS
+    | {"sliding_window": 32, "num_shared_experts": 1, "score_func": "sigmoid"},
+    "ernie4_5": {},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "sliding_window": 32},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+    | {"attention_multiplier": 0.2},
+    "ministral3": {},
+    "phi3": {},
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -32,7 +32,7 @@ from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.checks import check_base_weights, merge_adapters
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start
+from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start, why_not
 from ospruner.serving.vllm.plugin import Defaults, ServedPolicy
 from ospruner.serving.vllm.processor import PolicyProcessor, StopRecords
 from ospruner.serving.vllm.runner_v1 import V1Processor
@@ -159,11 +159,31 @@ def test_bases_at_start(model: OSPrunerForCausalLM) -> None:
     check_start(started(model))
     olmo = changed(model)
     olmo.text_config.model_type = "olmo2"
-    with pytest.raises(ValueError, match="is a olmo2; inside vLLM the policy works with qwen2, q"):
+    with pytest.raises(
+        ValueError, match="is a olmo2; inside vLLM Olmo2ForCausalLM is run by transformers"
+    ):
         check_start(started(model, olmo))
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, absent))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("qwen3_next", "Qwen3NextForCausalLM keeps recurrent states"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM keeps compressed"),
+        ("olmo2", "Olmo2ForCausalLM is run by transformers' own code"),
+        ("gemma2", "Gemma2ForCausalLM has no tap"),
+        ("nanochat", "there is no NanoChatForCausalLM"),
+        ("laguna", "LagunaForCausalLM was never found to give the same"),
+        ("granite", None),
+        ("gemma3_text", None),
+    ],
+)
+def test_a_base_is_taken_by_what_vllms_model_can_do(kind: str, message: str | None) -> None:
+    why = why_not(AutoConfig.for_model(kind))
+    assert why is message is None or (message or "-") in str(why)
 
 
 def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
