@@ -173,7 +173,7 @@ def test_stop_strings_beside_the_policy_are_refused(monkeypatch: pytest.MonkeyPa
     assert check_params(off, config).on is False
     plain = OSPrunerConfig(reasoning_format=PLAIN_FORMAT.to_dict())  # whose reply is one
     assert check_params(asked, plain).on is None
-    monkeypatch.delenv(DEFAULTS_VARIABLE)
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": False}))
     assert check_params(asked, config).on is None
 
 
