@@ -37,6 +37,7 @@ EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 
 EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
 # What transformers itself writes into a configuration file, or passes beside the fields.
+_OLD_PRICE = "length_penalty"  # what policies of the first days called the price
 _TRANSFORMERS_KEYS = {
     *("_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal"),
     *("_name_or_path", "attn_implementation", "auto_map", "experts_implementation"),
@@ -147,6 +148,7 @@ class OSPrunerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         known_type = kwargs.pop("model_type", self.model_type)
+        self._take_old(kwargs)
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
         if unknown or known_type != self.model_type:
             raise ValueError(
@@ -158,6 +160,24 @@ class OSPrunerConfig(PreTrainedConfig):
             self.text_config = _base_config(dict(self.text_config))
         self.check_fields()
         super().__post_init__(**kwargs)
+
+    def _take_old(self, kwargs: dict[str, Any]) -> None:
+        """Takes what policies of the first days say in other words, or refuses it."""
+        if kwargs.pop("trial_every", 0):
+            raise ValueError(
+                "the policy reads trial answers (trial_every), which this version cannot: train it "
+                "anew, or generate with `pip install ospruner==0.1.0`"
+            )
+        rank = kwargs.pop("lora_rank", 16)
+        for gone in ("trial_max_tokens", "domains"):
+            kwargs.pop(gone, None)
+        if self.tuning in ("attention", "head", "lora"):  # which held, or now hold, whole layers
+            self.adapter_rank = rank if self.tuning == "lora" else 0
+            self.tuning = "layers"
+        self.price = kwargs.pop(_OLD_PRICE, self.price)
+        for one in self.calibrations or []:
+            if _OLD_PRICE in one:
+                one["price"] = one.pop(_OLD_PRICE)
 
     @classmethod
     def get_config_dict(  # type: ignore[override]

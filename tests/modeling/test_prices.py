@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, PriceRange
 from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
@@ -243,9 +243,23 @@ def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> N
     assert policy.outputs(hidden).shape == (1, 3, 6)
 
 
+def test_old_configurations_read() -> None:
+    """Policies of the first days called the price length_penalty, also in what they promise."""
+    promise = dict.fromkeys(CALIBRATION_FIELDS, 0.5) | {"mode": "threshold", "problems": 9}
+    old = {("length_penalty" if key == "price" else key): one for key, one in promise.items()}
+    config = OSPrunerConfig(length_penalty=2e-4, calibrations=[old])  # type: ignore[call-arg]
+    assert config.price == 2e-4
+    assert config.calibrations == [promise]
+    assert "length_penalty" not in config.to_dict()
+    kept = {name: vars(config)[name] for name in ("tuning", "adapter_rank")}
+    assert kept == {"tuning": "layers", "adapter_rank": 0}
+    adapted = OSPrunerConfig(tuning="lora", lora_rank=4, domains={}, trial_every=0)  # type: ignore[call-arg]
+    assert (adapted.tuning, adapted.adapter_rank) == ("layers", 4)
+    with pytest.raises(ValueError, match="reads trial answers"):
+        OSPrunerConfig(trial_every=2)  # type: ignore[call-arg]
+
+
 def test_names_of_old_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has no length_penalty\. Its fields are .* price, "):
-        OSPrunerConfig(length_penalty=2e-4)  # type: ignore[call-arg]
     for name in ("lambda", "length_penalty", "stop_length_penalty"):
         with pytest.raises(
             ValueError, match=rf"has no \[.{name}.\]; the price of a token is price;"
