@@ -66,12 +66,18 @@ def anneal_one(run: Path, size: DemoSize, seed: int, name: str, *, progress: Pro
     """A job: one annealed run."""
     config = train_config(run, size, seed)
     config = StopConfig(
-        str(run / "policies" / f"seed{seed}" / name), head="fixed",
-        prices=list(ANNEALED_RUNS[name]), num_train_epochs=size.epochs // 2,
-        learning_rate=config.learning_rate, head_learning_rate=config.head_learning_rate,
-        entropy_bonus=config.entropy_bonus, states=config.states, seed=seed, disable_tqdm=True,
+        str(run / "policies" / f"seed{seed}" / name),
+        head="fixed",
+        prices=list(ANNEALED_RUNS[name]),
+        num_train_epochs=size.epochs // 2,
+        learning_rate=config.learning_rate,
+        head_learning_rate=config.head_learning_rate,
+        entropy_bonus=config.entropy_bonus,
+        states=config.states,
+        seed=seed,
+        disable_tqdm=True,
         use_cpu=True,
-    )  # fmt: skip
+    )
     labels = (run / "labels" / split for split in ("train", "validation"))
     StopTrainer(config, *labels, progress=progress).train()
 
@@ -137,10 +143,15 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         spreads |= annealed_spreads(test, [parse_policies(names) for names in named])
     policies = [str(seed / name) for name in (*methods, *folders) for seed in seeds]
     found = compare(
-        str(labels / "test"), [*policies, "rules"], base=base, states=run / STATES,
-        choose_on=str(labels / "validation"), train=str(labels / "train"), rewards_at=prices,
+        str(labels / "test"),
+        [*policies, "rules"],
+        base=base,
+        states=run / STATES,
+        choose_on=str(labels / "validation"),
+        train=str(labels / "train"),
+        rewards_at=prices,
         prices=(),
-    )  # fmt: skip
+    )
     return Results(
         dataset="embedded reasoner, test problems",
         setting=f"replay of {len(test.traces)} traces, {len(seeds)} training "

@@ -78,9 +78,13 @@ def random_base(
 ) -> Qwen2ForCausalLM:
     """A Qwen2 of random weights, on the device."""
     config = Qwen2Config(
-        **shape._asdict(), max_position_embeddings=positions, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        **shape._asdict(),
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     torch.manual_seed(seed)
     with torch.device(device):
         base = Qwen2ForCausalLM._from_config(
@@ -221,11 +225,15 @@ class Bench:
         banned = torch.tensor(self.banned)
         paragraphs = Paragraphs(self.break_id, banned, places, PROMPT_TOKENS, pause)
         return {
-            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
             "logits_processor": LogitsProcessorList([paragraphs]),
-            "max_new_tokens": self.trace_tokens, "do_sample": True, "temperature": 0.6,
-            "top_p": 0.95, "top_k": 0,
-        }  # fmt: skip
+            "max_new_tokens": self.trace_tokens,
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.95,
+            "top_k": 0,
+        }
 
     def _places(self, draw: random.Random) -> list[int]:
         """After how many tokens paragraphs end; one ends at half of the trace, none just before."""

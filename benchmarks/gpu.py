@@ -81,9 +81,14 @@ class Check:
 
 
 TINY: Found = {
-    "shape": SHAPES["tiny"], "dtype": "float32", "tokens": 64, "traces": 8, "trace_tokens": 200,
-    "streams": (1, 4), "blocks": 9,
-}  # fmt: skip
+    "shape": SHAPES["tiny"],
+    "dtype": "float32",
+    "tokens": 64,
+    "traces": 8,
+    "trace_tokens": 200,
+    "streams": (1, 4),
+    "blocks": 9,
+}
 
 
 def check_generate(job: Check) -> Found:
@@ -116,14 +121,23 @@ def check_train(job: Check) -> Found:
     few = random_traces(2, 5, 60, vocabulary, job.seed + 1)
     made = reasoner.label_settings(job.seed)
     config = StopConfig(
-        str(job.folder / "run"), head="fixed", prices=[1e-4], batch_size=job.traces,
-        num_train_epochs=1, seed=job.seed, tuning=job.tuning, use_cpu=DEVICE == "cpu",
+        str(job.folder / "run"),
+        head="fixed",
+        prices=[1e-4],
+        batch_size=job.traces,
+        num_train_epochs=1,
+        seed=job.seed,
+        tuning=job.tuning,
+        use_cpu=DEVICE == "cpu",
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = StopTrainer(
-        config, Labels(batch, made, ""), Labels(few, made, ""), model=base,
+        config,
+        Labels(batch, made, ""),
+        Labels(few, made, ""),
+        model=base,
         processing_class=tokenizer,
-    )  # fmt: skip
+    )
     with FlopCounterMode(display=False) as counter:
         _, taken = timed(trainer.train)
     seconds, operations = taken.wall_seconds, counter.get_total_flops()

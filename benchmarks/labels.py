@@ -79,9 +79,13 @@ def anew(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> tuple[list[list
         boxes = Boxes(reasoner.token_format, reasoner.engine.eos_ids, len(numbers))
         base: Any = reasoner.model
         base.generate(
-            **padded, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS,
-            stopping_criteria=StoppingCriteriaList([boxes]), eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            **padded,
+            do_sample=False,
+            max_new_tokens=MAX_ANSWER_TOKENS,
+            stopping_criteria=StoppingCriteriaList([boxes]),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         answers |= dict(zip(numbers, boxes.answers, strict=True))
         computed += boxes.computed
     return [answers[n] for n in range(len(prefixes))], computed

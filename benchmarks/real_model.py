@@ -117,11 +117,21 @@ def label(commands: Commands) -> None:
             f"label {name}",
             *("ospruner", "label", "--base", args.base, "--dataset", dataset),
             *("--out", commands.labels / name),
-            engine=args.engine, format=args.format, prompt=args.prompt, temperature=0.7, top_p=1,
-            chunk=160, max_thinking_tokens=args.max_tokens, seed=args.seed, batch_size=96,
-            dtype=args.dtype, limit=commands.count(count), split=split,
-            files=args.files and args.files / f"{file}.jsonl.gz", exclude=args.exclude,
-        )  # fmt: skip
+            engine=args.engine,
+            format=args.format,
+            prompt=args.prompt,
+            temperature=0.7,
+            top_p=1,
+            chunk=160,
+            max_thinking_tokens=args.max_tokens,
+            seed=args.seed,
+            batch_size=96,
+            dtype=args.dtype,
+            limit=commands.count(count),
+            split=split,
+            files=args.files and args.files / f"{file}.jsonl.gz",
+            exclude=args.exclude,
+        )
 
 
 def train(commands: Commands) -> None:
@@ -133,10 +143,15 @@ def train(commands: Commands) -> None:
             *("ospruner", "train", "--labels", labels / "train"),
             *("--validation", labels / "validation", "--out", commands.out / "policies" / name),
             depends_on=[labels / split / "manifest.json" for split in ("train", "validation")],
-            base=commands.args.base, num_train_epochs=8, learning_rate=1e-5,
-            head_learning_rate=1e-4, batch_size=16, seed=commands.args.seed,
-            states=commands.out / "states", method=None if name == "price" else name,
-        )  # fmt: skip
+            base=commands.args.base,
+            num_train_epochs=8,
+            learning_rate=1e-5,
+            head_learning_rate=1e-4,
+            batch_size=16,
+            seed=commands.args.seed,
+            states=commands.out / "states",
+            method=None if name == "price" else name,
+        )
 
 
 def compare(commands: Commands) -> None:
@@ -154,8 +169,11 @@ def compare(commands: Commands) -> None:
                 *("--choose-on", labels / "validation", "--base", commands.args.base),
                 *("--prices", "all", "--states", commands.out / "states", "--out", out),
                 *("--json", out / "numbers.json"),
-                depends_on=inputs, rewards_at=GAPS, train=labels / "train", benchmark=name,
-            )  # fmt: skip
+                depends_on=inputs,
+                rewards_at=GAPS,
+                train=labels / "train",
+                benchmark=name,
+            )
 
 
 def seconds(commands: Commands) -> None:

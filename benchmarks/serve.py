@@ -113,10 +113,14 @@ class Arms:
         self.case = case
         longest = max(map(len, case.prompts)) + case.max_tokens
         arguments: dict[str, Any] = {  # no prefix caching: each run computes its prompts
-            "dtype": dtype, "enforce_eager": True, "block_size": 32, "max_num_seqs": STREAMS,
-            "max_model_len": -(-longest // 32) * 32, "enable_prefix_caching": False,
+            "dtype": dtype,
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_num_seqs": STREAMS,
+            "max_model_len": -(-longest // 32) * 32,
+            "enable_prefix_caching": False,
             "disable_log_stats": True,
-        }  # fmt: skip
+        }
         own: list[Any] = [Paragraphs]
         self.plain = LLM(model=str(case.base), logits_processors=own, **arguments)
         asked = {"ospruner": {"stop_policy": False}}  # each arm says what it wants
@@ -155,10 +159,13 @@ class Arms:
         for i, prompt in enumerate(case.prompts):
             theirs = case.extra[i] if case.extra else {}
             params = SamplingParams(
-                temperature=0.0, max_tokens=limit or case.max_tokens, detokenize=False,
-                ignore_eos=case.ignore_eos and arm != "early", extra_args={**theirs, **ours},
+                temperature=0.0,
+                max_tokens=limit or case.max_tokens,
+                detokenize=False,
+                ignore_eos=case.ignore_eos and arm != "early",
+                extra_args={**theirs, **ours},
                 output_kind=RequestOutputKind.FINAL_ONLY,
-            )  # fmt: skip
+            )
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
         return engine
 

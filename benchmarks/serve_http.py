@@ -64,13 +64,21 @@ def send(url: str, case: Case, body: Mapping[str, Any], requests: int, seed: int
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     asked = {
-        "backend": "openai-chat", "endpoint": "/v1/chat/completions", "base-url": url,
-        "model": case.policy, "served-model-name": "policy", "dataset-name": "custom",
-        "dataset-path": problems_of(case), "custom-output-len": case.max_tokens,
-        "num-prompts": requests, "max-concurrency": STREAMS, "seed": seed,
-        "percentile-metrics": ",".join(MEASURES), "metric-percentiles": "50,99",
+        "backend": "openai-chat",
+        "endpoint": "/v1/chat/completions",
+        "base-url": url,
+        "model": case.policy,
+        "served-model-name": "policy",
+        "dataset-name": "custom",
+        "dataset-path": problems_of(case),
+        "custom-output-len": case.max_tokens,
+        "num-prompts": requests,
+        "max-concurrency": STREAMS,
+        "seed": seed,
+        "percentile-metrics": ",".join(MEASURES),
+        "metric-percentiles": "50,99",
         "extra-body": json.dumps(body),
-    }  # fmt: skip
+    }
     arguments = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     arguments += ["--skip-chat-template", "--disable-tqdm", "--save-detailed"]
     with contextlib.redirect_stdout(sys.stderr):

@@ -108,12 +108,17 @@ def gaps(panels: Panels) -> Figure:
 def look(method: str, best: list[str]) -> dict[str, Any]:
     """How a method's line over prices is drawn: ours, the best rivals, and all others in grey."""
     if method == EVERY_PRICE:
-        return {"color": FRONTIER_COLOUR, "lw": 2.2, "marker": "o", "ms": 5, "zorder": 5,
-                "label": "OS-Pruner, 95 % band"}  # fmt: skip
+        return {
+            "color": FRONTIER_COLOUR,
+            "lw": 2.2,
+            "marker": "o",
+            "ms": 5,
+            "zorder": 5,
+            "label": "OS-Pruner, 95 % band",
+        }
     if method in best:
         colour, marker = STYLES[best.index(method) % len(STYLES)]
-        return {"color": colour, "marker": marker, "lw": 1.3, "ms": 4, "zorder": 4,
-                "label": method}  # fmt: skip
+        return {"color": colour, "marker": marker, "lw": 1.3, "ms": 4, "zorder": 4, "label": method}
     return {"color": MUTED, "lw": 0.7, "alpha": 0.55, "zorder": 2}
 
 

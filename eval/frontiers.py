@@ -92,13 +92,19 @@ def frontiers(
         trivial = [(replay_full(validation),), (replay_step(validation, 1),)]
         chosen_on = resampled_points(
             [*trivial, *(rule.validation for rule in rules)],
-            validation.problem_index, replicates, seed, validation=True,
-        )  # fmt: skip
+            validation.problem_index,
+            replicates,
+            seed,
+            validation=True,
+        )
         trivial = [(replay_full(test),), (replay_step(test, 1),)]
         measured = resampled_points(
             [*trivial, *(rule.outcomes for rule in rules), *oracles],
-            test.problem_index, replicates, seed, validation=False,
-        )  # fmt: skip
+            test.problem_index,
+            replicates,
+            seed,
+            validation=False,
+        )
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])

@@ -58,14 +58,18 @@ class LabelSettings:
 
     def __post_init__(self) -> None:
         wanted = {
-            "task": (isinstance(self.task, dict) and isinstance(self.task.get("name"), str),
-                     "settings with a name"),
+            "task": (
+                isinstance(self.task, dict) and isinstance(self.task.get("name"), str),
+                "settings with a name",
+            ),
             "base_model": (bool(self.base_model), "the base's name or path"),
             "answer": (self.answer in ("forced", "free"), "'forced' or 'free'"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0,
-                            "finite and >= 0"),
+            "temperature": (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "finite and >= 0",
+            ),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-        }  # fmt: skip
+        }
         counts = ("samples_per_problem", "max_new_tokens", "max_answer_tokens", "step_stride")
         for name, least in {"top_k": 0, "seed": 0, **dict.fromkeys(counts, 1)}.items():
             value = vars(self)[name]

@@ -248,9 +248,13 @@ def _stage_labels(
     pictures = [name for name in file_names(out) if name.endswith(STATISTICS)]
     write_record(parts[first], out, base, code=False)
     card = labels_card(
-        splits, name=release.repo, base=base, license=release.license,
-        problems=release.problems, picture=pictures[0] if pictures else None,
-    )  # fmt: skip
+        splits,
+        name=release.repo,
+        base=base,
+        license=release.license,
+        problems=release.problems,
+        picture=pictures[0] if pictures else None,
+    )
     card.save(out / CARD_FILE)
     sizes = seal(out)
     traces = sum(manifest["traces"] for manifest in manifests.values())

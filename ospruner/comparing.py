@@ -302,9 +302,15 @@ def compare(
         settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
         taken = [_generated(one) for one in wanted]
         evaluation = evaluate_online(
-            OnlineProblems.of_labels(ours.traces, limit), taken, ours.generator(settings).run,
-            settings, named, out, batch_problems=batch_problems, progress=progress,
-        )  # fmt: skip
+            OnlineProblems.of_labels(ours.traces, limit),
+            taken,
+            ours.generator(settings).run,
+            settings,
+            named,
+            out,
+            batch_problems=batch_problems,
+            progress=progress,
+        )
         asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
         return Report(evaluation, evaluation.results(variant, asked_prices))
     theirs, fitted = None, None

@@ -243,9 +243,12 @@ class _Run:
         training, validation = self._sides()
         policy = self._policy(size)
         config = StopConfig(
-            str(policy), states=self._more["states"], disable_tqdm=True, seed=self.config.seed,
+            str(policy),
+            states=self._more["states"],
+            disable_tqdm=True,
+            seed=self.config.seed,
             use_cpu=self.config.device == "cpu",
-        )  # fmt: skip
+        )
         StopTrainer(config, training, validation, progress=self._progress).train()
         saved, promise = 0.0, ""
         if len(self.sizes) - len(self.rounds) <= self.looks:

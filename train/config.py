@@ -39,9 +39,16 @@ saturates before the layers learn."""
 
 
 _LEAST = {
-    "layers": 0, "adapter_rank": 0, "prices_per_batch": 2, "batch_size": 1, "limit": 1,
-    "micro_batch_tokens": 1, "seed": 0, "held_out": 1, "num_train_epochs": 1,
-}  # fmt: skip
+    "layers": 0,
+    "adapter_rank": 0,
+    "prices_per_batch": 2,
+    "batch_size": 1,
+    "limit": 1,
+    "micro_batch_tokens": 1,
+    "seed": 0,
+    "held_out": 1,
+    "num_train_epochs": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -264,10 +271,18 @@ class StopConfig(TrainingArguments):
         if self.method != "flashthink":
             names.remove("verifier")
         theirs = (
-            "learning_rate", "num_train_epochs", "lr_scheduler_type", "warmup_steps",
-            "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16",
+            "learning_rate",
+            "num_train_epochs",
+            "lr_scheduler_type",
+            "warmup_steps",
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "max_grad_norm",
+            "bf16",
             "seed",
-        )  # fmt: skip
+        )
         values = {name: vars(self)[name] for name in (*sorted(names), *theirs)}
         return {
             name: value.value if isinstance(value, Enum) else value

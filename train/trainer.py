@@ -368,9 +368,16 @@ class StopTrainer(Trainer):
         if self.args.should_save:
             facts = {**self._facts, "settings": self._identity["settings"]}
             saved = save_policy(
-                self._out / stage.name, self.stop_model, self._tensors(), stage.price or 0.0, said,
-                self.eval_traces.table, self.args.seed, self._stage_steps, facts,
-            )  # fmt: skip
+                self._out / stage.name,
+                self.stop_model,
+                self._tensors(),
+                stage.price or 0.0,
+                said,
+                self.eval_traces.table,
+                self.args.seed,
+                self._stage_steps,
+                facts,
+            )
             told = {name: value for name, value in vars(saved).items() if name != "path"}
             note_policy(self._out, stage.name, told)
 

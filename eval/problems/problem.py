@@ -47,8 +47,21 @@ def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
 
 # LaTeX commands that change how a formula looks, not what it says.
 _LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
-_NAMES = {"≤": "le", "≥": "ge", "≠": "ne", "×": "times", "÷": "div", "·": "cdot", "√": "sqrt",
-          "∪": "cup", "∩": "cap", "∞": "infty", "π": "pi", "−": "-", "–": "-"}  # fmt: skip
+_NAMES = {
+    "≤": "le",
+    "≥": "ge",
+    "≠": "ne",
+    "×": "times",
+    "÷": "div",
+    "·": "cdot",
+    "√": "sqrt",
+    "∪": "cup",
+    "∩": "cap",
+    "∞": "infty",
+    "π": "pi",
+    "−": "-",
+    "–": "-",
+}
 _SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
 
 
@@ -78,8 +91,11 @@ def text_key(text: str) -> str:
 
 def text_key_1(text: str) -> str:
     """The first version of `text_key`, blind to many signs: it names held-out problems and ids."""
-    text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]", "",
-                  unicodedata.normalize("NFKC", text).lower())  # fmt: skip
+    text = re.sub(
+        r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]",
+        "",
+        unicodedata.normalize("NFKC", text).lower(),
+    )
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     return _digest("".join(re.findall(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]", text)))
 

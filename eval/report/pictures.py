@@ -144,13 +144,26 @@ def plot_results(
     elif len(ringed):
         for row in ringed[ringed["method"].isin(OURS)].itertuples():
             axes.annotate(
-                row.setting, (row.tokens, 100 * row.accuracy), xytext=(7, -9), fontsize=7,
-                textcoords="offset points", color=INK, zorder=6, annotation_clip=True,
-            )  # fmt: skip
+                row.setting,
+                (row.tokens, 100 * row.accuracy),
+                xytext=(7, -9),
+                fontsize=7,
+                textcoords="offset points",
+                color=INK,
+                zorder=6,
+                annotation_clip=True,
+            )
         axes.plot(
-            ringed["tokens"], 100 * ringed["accuracy"], "o", ms=9, mfc="none", mec=INK, mew=1.0,
-            label="chosen on validation", zorder=5,
-        )  # fmt: skip
+            ringed["tokens"],
+            100 * ringed["accuracy"],
+            "o",
+            ms=9,
+            mfc="none",
+            mec=INK,
+            mew=1.0,
+            label="chosen on validation",
+            zorder=5,
+        )
 
 
 def furnish(axes: Axes, x_name: str, y_name: str) -> None:
@@ -186,10 +199,18 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
         full = scale * stages[f"full_{key}"].iloc[0]
         axes.axhline(full, color=INK, lw=1.0, ls=(0, (1, 2)), label="full trace")
         axes.plot(
-            log["step"], scale * log[key], "-", marker="o" if len(log) < 40 else "", ms=5.5,
-            color=FRONTIER_COLOUR, lw=1.8, mec="white", mew=0.8, zorder=3,
+            log["step"],
+            scale * log[key],
+            "-",
+            marker="o" if len(log) < 40 else "",
+            ms=5.5,
+            color=FRONTIER_COLOUR,
+            lw=1.8,
+            mec="white",
+            mew=0.8,
+            zorder=3,
             label="policy on validation",
-        )  # fmt: skip
+        )
         for end in stages["step"].iloc[:-1]:
             axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label="price annealed")
         furnish(axes, "optimiser steps" if axes is lower else "", name)
@@ -200,10 +221,16 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
         if every_price:
             said = f"every price, drawn at price={price_name(log['price'].iloc[-1])}"
         upper.annotate(
-            said, (stage.step - stages["step"].iloc[0] / 2, 1.0), xytext=(0, 3), ha="center",
-            xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7,
-            color=MUTED, rotation=0 if len(stages) < 10 else 45,
-        )  # fmt: skip
+            said,
+            (stage.step - stages["step"].iloc[0] / 2, 1.0),
+            xytext=(0, 3),
+            ha="center",
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=7,
+            color=MUTED,
+            rotation=0 if len(stages) < 10 else 45,
+        )
     _finish(figure, title)
     return figure
 
@@ -272,6 +299,11 @@ def _finish(figure: Figure, title: str) -> None:
             handles.setdefault(label, handle)
     columns = max(1, min(len(handles), int(figure.get_figwidth() // 1.9)))
     figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=columns,
-        frameon=False, fontsize=8, labelcolor=INK,
-    )  # fmt: skip
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+    )

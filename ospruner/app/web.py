@@ -72,13 +72,20 @@ def build_page(source: Source) -> Any:
     gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
     most = min(_MOST_TOKENS, source.positions or _MOST_TOKENS)
     with gr.Blocks(title="OS-Pruner", analytics_enabled=False) as page:
-        gr.Markdown(f"# OS-Pruner\n\nThe same question twice: stopped by a policy at the right "
-                    f"paragraph, and the base as it is. `{source.policy}`")  # fmt: skip
+        gr.Markdown(
+            f"# OS-Pruner\n\nThe same question twice: stopped by a policy at the right "
+            f"paragraph, and the base as it is. `{source.policy}`"
+        )
         with gr.Row(equal_height=True):
             question = gr.Textbox(
-                label="Question", lines=3, max_lines=6, scale=5, autofocus=True,
-                elem_id="question", placeholder="A problem with one answer, such as a number",
-            )  # fmt: skip
+                label="Question",
+                lines=3,
+                max_lines=6,
+                scale=5,
+                autofocus=True,
+                elem_id="question",
+                placeholder="A problem with one answer, such as a number",
+            )
             with gr.Column(scale=1, min_width=140):
                 ask = gr.Button("Ask both", variant="primary", elem_id="ask")
                 now = gr.Button("Answer now", elem_id="now")
@@ -87,25 +94,39 @@ def build_page(source: Source) -> Any:
         with gr.Accordion("Knobs", open=False, elem_id="knobs"), gr.Row():
             low, high = source.prices or (0.0, 1.0)
             price = gr.Number(
-                None, label="Price", elem_id="price", visible=source.prices is not None,
+                None,
+                label="Price",
+                elem_id="price",
+                visible=source.prices is not None,
                 info=f"of a thinking token, {low:g} to {high:g}; empty: the policy's own",
-            )  # fmt: skip
+            )
             budget = gr.Number(
-                None, label="Budget", elem_id="budget", precision=0,
+                None,
+                label="Budget",
+                elem_id="budget",
+                precision=0,
                 info="thinking tokens; the next paragraph's end stops",
-            )  # fmt: skip
+            )
             temperature = gr.Slider(0, 1.5, 0.6, step=0.1, label="Temperature", info="0: greedy")
             seed = gr.Number(0, label="Seed", precision=0, info="one seed, one text up to the stop")
             tokens = gr.Slider(
-                64, most, min(2000, most * 3 // 4), step=1, label="Most tokens",
+                64,
+                most,
+                min(2000, most * 3 // 4),
+                step=1,
+                label="Most tokens",
                 info="of thinking and answer together",
-            )  # fmt: skip
+            )
         columns = gr.HTML(columns_html(AppColumn(), AppColumn()), elem_id="columns")
 
         def answer(
-            text: str | None, price: float | None, budget: int | None, temperature: float,
-            seed: int | None, tokens: float,
-        ) -> Iterator[Any]:  # fmt: skip
+            text: str | None,
+            price: float | None,
+            budget: int | None,
+            temperature: float,
+            seed: int | None,
+            tokens: float,
+        ) -> Iterator[Any]:
             given = {"price": price, "max_thinking_tokens": budget}
             settings = {name: value for name, value in given.items() if value is not None}
             try:
@@ -118,9 +139,15 @@ def build_page(source: Source) -> Any:
 
         knobs = [question, price, budget, temperature, seed, tokens]
         running = gr.on(
-            [ask.click, question.submit], answer, knobs, columns,
-            show_progress="hidden", concurrency_limit=1, api_name="ask", js=_SHOW_COLUMNS,
-        )  # fmt: skip
+            [ask.click, question.submit],
+            answer,
+            knobs,
+            columns,
+            show_progress="hidden",
+            concurrency_limit=1,
+            api_name="ask",
+            js=_SHOW_COLUMNS,
+        )
         now.click(source.answer_now, show_progress="hidden")
         stop.click(None, cancels=running)
     return page
@@ -155,10 +182,18 @@ def running_app(
 
     fonts: Any = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     _, address, _ = page.queue(max_size=64).launch(
-        server_name=host, server_port=port, inbrowser=in_browser, share=False, ssr_mode=False,
-        footer_links=[], css_paths=Path(__file__).with_name("page.css"), show_error=True,
-        theme=gr.themes.Default(**fonts), prevent_thread_lock=True, quiet=True,
-    )  # fmt: skip
+        server_name=host,
+        server_port=port,
+        inbrowser=in_browser,
+        share=False,
+        ssr_mode=False,
+        footer_links=[],
+        css_paths=Path(__file__).with_name("page.css"),
+        show_error=True,
+        theme=gr.themes.Default(**fonts),
+        prevent_thread_lock=True,
+        quiet=True,
+    )
     try:
         yield str(address)
     finally:

@@ -171,21 +171,35 @@ def run_demo(
 def label_split(out: Path, split: Split, seed: int, *, progress: Progress) -> None:
     """A job: labels a split's problems."""
     ospruner.label(
-        str(REASONER), str(out / f"{split}.jsonl"), out=out / "labels" / split,
-        engine="transformers", max_thinking_tokens=MAX_THINKING_TOKENS,
-        max_answer_tokens=MAX_ANSWER_TOKENS, batch_size=256, chunk=512, seed=seed, device="cpu",
+        str(REASONER),
+        str(out / f"{split}.jsonl"),
+        out=out / "labels" / split,
+        engine="transformers",
+        max_thinking_tokens=MAX_THINKING_TOKENS,
+        max_answer_tokens=MAX_ANSWER_TOKENS,
+        batch_size=256,
+        chunk=512,
+        seed=seed,
+        device="cpu",
         progress=progress,
-    )  # fmt: skip
+    )
 
 
 def train_config(out: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:
     """A training run of the demo in its folder."""
     own: dict[str, Any] = {"prices": PRICES} if method == "os-pruner" else {}
     return StopConfig(
-        str(out / "policies" / f"seed{seed}" / method), method=method, seed=seed,
-        num_train_epochs=size.epochs, learning_rate=5e-4, head_learning_rate=3e-3,
-        states=str(out / STATES), disable_tqdm=True, use_cpu=True, **own,
-    )  # fmt: skip
+        str(out / "policies" / f"seed{seed}" / method),
+        method=method,
+        seed=seed,
+        num_train_epochs=size.epochs,
+        learning_rate=5e-4,
+        head_learning_rate=3e-3,
+        states=str(out / STATES),
+        disable_tqdm=True,
+        use_cpu=True,
+        **own,
+    )
 
 
 def train_one(out: Path, config: StopConfig, *, progress: Progress) -> None:
@@ -329,8 +343,10 @@ def generate_side_by_side(
     asked.write_text(json.dumps(request, indent=2))
     finished = subprocess.run(
         [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if finished.returncode:
         raise RuntimeError(f"loading the policy in a fresh process failed:\n{finished.stderr}")
     shown = Table("problem", "answer", "stop_policy=False", "stop_policy=True", "saved")

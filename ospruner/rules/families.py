@@ -35,10 +35,23 @@ from .signals import (
 )
 
 __all__ = [
-    "FAMILIES", "Agreement", "AnswerEntropy", "Budget", "Deer", "Dynasor", "Family", "HaltCot",
-    "Puma", "Refrain", "RunJump", "Step", "StopRule", "ThinkJustEnough", "TrialConfidence",
+    "FAMILIES",
+    "Agreement",
+    "AnswerEntropy",
+    "Budget",
+    "Deer",
+    "Dynasor",
+    "Family",
+    "HaltCot",
+    "Puma",
+    "Refrain",
+    "RunJump",
+    "Step",
+    "StopRule",
+    "ThinkJustEnough",
+    "TrialConfidence",
     "parse_rule",
-]  # fmt: skip
+]
 
 Ask = Literal["trial_answer", "text", "thinking_entropy"]
 """What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
@@ -50,8 +63,11 @@ GROUP = "ospruner_rules"
 
 MANY = 2.0**31 - 1
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt,
-}  # fmt: skip
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
 
 
 @dataclass(frozen=True)
@@ -265,47 +281,94 @@ _SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
 Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT, asks=frozenset())
 Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT, asks=frozenset())
 AnswerEntropy = Family(
-    "entropy", entropy, "answer entropy", "nats", "<=", 0.0, math.log(20),
-    asks=_TRIAL, reads="forced_entropy",
-)  # fmt: skip
+    "entropy",
+    entropy,
+    "answer entropy",
+    "nats",
+    "<=",
+    0.0,
+    math.log(20),
+    asks=_TRIAL,
+    reads="forced_entropy",
+)
 TrialConfidence = Family(
-    "confidence", confidence, "trial confidence", low=_SURE, asks=_TRIAL,
+    "confidence",
+    confidence,
+    "trial confidence",
+    low=_SURE,
+    asks=_TRIAL,
     reads="forced_logprob",
-)  # fmt: skip
+)
 Agreement = Family(
     "agreement", agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
 )
 Dynasor = Family(
-    "dynasor", agreement, "Dynasor", "answers", low=2, asks=_BOTH, **_COUNT,
+    "dynasor",
+    agreement,
+    "Dynasor",
+    "answers",
+    low=2,
+    asks=_BOTH,
+    **_COUNT,
     settings={
-        "max_tokens": 20, "every_tokens": 64,
+        "max_tokens": 20,
+        "every_tokens": 64,
         "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
     },
-)  # fmt: skip
+)
 RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
 HaltCot = Family(
-    "halt-cot", whole_entropy, "HALT-CoT", "bits", "<", 0.0, 1e3, asks=_TRIAL,
+    "halt-cot",
+    whole_entropy,
+    "HALT-CoT",
+    "bits",
+    "<",
+    0.0,
+    1e3,
+    asks=_TRIAL,
     reads="forced_answer_entropy",
-)  # fmt: skip
+)
 Deer = Family(
-    "deer", confidence, "DEER", "threshold", ">", _SURE, asks=_BOTH,
+    "deer",
+    confidence,
+    "DEER",
+    "threshold",
+    ">",
+    _SURE,
+    asks=_BOTH,
     reads="forced_logprob",
     settings={"max_tokens": 20, "transition_words": ("Wait",), "trials": 10},
-)  # fmt: skip
+)
 ThinkJustEnough = Family(
-    "just-enough", thinking_entropy, "Think Just Enough", "bits", "<=", 0.0, 5.0,
+    "just-enough",
+    thinking_entropy,
+    "Think Just Enough",
+    "bits",
+    "<=",
+    0.0,
+    5.0,
     asks=frozenset({"thinking_entropy"}),
-)  # fmt: skip
+)
 Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
 Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Budget, Step, AnswerEntropy, TrialConfidence, Agreement, Dynasor, RunJump, HaltCot, Deer,
-        ThinkJustEnough, Refrain, Puma,
+        Budget,
+        Step,
+        AnswerEntropy,
+        TrialConfidence,
+        Agreement,
+        Dynasor,
+        RunJump,
+        HaltCot,
+        Deer,
+        ThinkJustEnough,
+        Refrain,
+        Puma,
     )
-}  # fmt: skip
+}
 """The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of
 neurons in every layer at every token, which labels do not keep and generate's hook does not see."""
 

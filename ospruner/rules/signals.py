@@ -264,13 +264,36 @@ def _words(text: str) -> Counter[str]:
 
 
 REFLECTION = (
-    "wait", "let me check", "hold on", "have made a mistake", "double check", "double-check",
-    "is that correct", "let me re-read", "alternatively", "let me try", "let me consider",
-    "what if we try", "from a different angle", "not sure", "looks like", "that seems", "hmm",
-    "perhaps", "maybe i", "not certain", "it seems", "i suspect", "my guess is",
-    "earlier we saw", "from before", "recall that", "let me go back", "previous result",
+    "wait",
+    "let me check",
+    "hold on",
+    "have made a mistake",
+    "double check",
+    "double-check",
+    "is that correct",
+    "let me re-read",
+    "alternatively",
+    "let me try",
+    "let me consider",
+    "what if we try",
+    "from a different angle",
+    "not sure",
+    "looks like",
+    "that seems",
+    "hmm",
+    "perhaps",
+    "maybe i",
+    "not certain",
+    "it seems",
+    "i suspect",
+    "my guess is",
+    "earlier we saw",
+    "from before",
+    "recall that",
+    "let me go back",
+    "previous result",
     "remember that we found",
-)  # fmt: skip
+)
 """REFRAIN's words of reflection."""
 
 _ANSWERED = ("answer is", "answer should be", "\\boxed")

@@ -10,8 +10,12 @@ from ospruner.app.columns import AppColumn, Paragraph, columns_html
 
 PLAIN = AppColumn(
     [Paragraph("a\n\n", 10), Paragraph("b\n\n", 20), Paragraph("c\n\n", 40)],
-    "3", 40, 8.0, "natural", True,
-)  # fmt: skip
+    "3",
+    40,
+    8.0,
+    "natural",
+    True,
+)
 PRUNED = AppColumn(
     [Paragraph("a\n\n", 10, 0.1), Paragraph("b\n\n", 20, 0.75)], "3", 20, 5.0, "policy", True
 )

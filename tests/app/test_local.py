@@ -49,9 +49,11 @@ def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> s
     content = f"{question.text}\n\n{model.token_format.format.user_instruction}"
     tokenizer: Any = model.tokenizer
     inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=True,
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        return_dict=True,
         return_tensors="pt",
-    )  # fmt: skip
+    )
     torch.manual_seed(question.seed)
     sampling: dict[str, Any] = {"do_sample": False}
     if question.temperature:
@@ -132,9 +134,12 @@ def test_what_cannot_be_asked_says_what_to_do(source: LocalSource) -> None:
 
 def test_a_policy_folder_opens_with_its_base(reasoner: Reasoner, tmp_path: Path) -> None:
     untrained(
-        reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
-        base_model_name_or_path=str(REASONER), tuning="layers",
-    ).save_pretrained(tmp_path / "policy")  # fmt: skip
+        reasoner.model,
+        reasoner.tokenizer,
+        price_range=(1e-5, 1e-3),
+        base_model_name_or_path=str(REASONER),
+        tuning="layers",
+    ).save_pretrained(tmp_path / "policy")
     opened = open_source(str(tmp_path / "policy"))
     assert (opened.policy, opened.positions, opened.prices) == ("policy", 1024, (0.0, 1e-3))
     assert list(opened.ask(asked({"price": 5e-4}), True))[-1].done

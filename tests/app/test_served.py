@@ -21,9 +21,14 @@ from ..serving.vllm.test_server import needs_vllm, serving
 
 WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
 RECORD = {
-    "step_ends": [2, 3], "probabilities": [0.25, None], "thinking_tokens": 3, "reason": "policy",
-    "nan_steps": 1, "signals": [], "probe_tokens": 0,
-}  # fmt: skip
+    "step_ends": [2, 3],
+    "probabilities": [0.25, None],
+    "thinking_tokens": 3,
+    "reason": "policy",
+    "nan_steps": 1,
+    "signals": [],
+    "probe_tokens": 0,
+}
 
 
 class StandIn:
@@ -112,8 +117,10 @@ def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
     plain, pruned = (list(source.ask(QUESTION, on))[-1] for on in (False, True))
     assert (plain.tokens, plain.reason, plain.done) == (5, "natural", True)
     assert [one.text for one in plain.thinking] == [
-        "one. two.\n\n", "three.\n\n", "four. five.\n\n",
-    ]  # fmt: skip
+        "one. two.\n\n",
+        "three.\n\n",
+        "four. five.\n\n",
+    ]
     assert (pruned.tokens, pruned.reason, pruned.answer) == (3, "policy", "\\boxed{5}")
     first, second = pruned.thinking
     assert (first.text, first.tokens, first.probability) == ("one. two.\n\n", 2, 0.25)
@@ -124,8 +131,11 @@ def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
     name = on.pop("stop_id")
     assert name.startswith("app-")
     assert on == {
-        "stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.5, "stop_seed": 7,
-    }  # fmt: skip
+        "stop_policy": True,
+        "stop_mode": "threshold",
+        "stop_threshold": 0.5,
+        "stop_seed": 7,
+    }
     assert all(body["seed"] == 7 for body in stand_in.bodies)
     asked = {body["messages"][0]["content"] for body in stand_in.bodies}
     assert asked == {f"{QUESTION.text}\n\nReason, check, box."}
@@ -167,8 +177,9 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
         assert source._instruction == reasoner.token_format.format.user_instruction
         greedy = Question(text, {"mode": "sample"}, 0.0, 0, 300)
         plain, pruned = (list(source.ask(greedy, on))[-1] for on in (False, True))
-        short = Question(text, {"mode": "threshold", "threshold": 1.0,
-                         "max_thinking_tokens": 20}, 0.0, 0, 300)  # fmt: skip
+        short = Question(
+            text, {"mode": "threshold", "threshold": 1.0, "max_thinking_tokens": 20}, 0.0, 0, 300
+        )
         budget = list(source.ask(short, True))[-1]
         with pytest.raises(ValueError, match="shorten the question"):
             list(source.ask(Question(text, {}, 0.0, 0, 5000), True))

@@ -54,9 +54,15 @@ def test_engines(load_script: Callable[[str], ModuleType], tmp_path: Path) -> No
     rows = [vars(one) for one in draw_split("test", 3, 0)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = Namespace(
-        base=str(Reasoner().folder), dataset=str(file), split=None, format=None, prompt="default",
-        limit=2, max_tokens=30, seed=0,
-    )  # fmt: skip
+        base=str(Reasoner().folder),
+        dataset=str(file),
+        split=None,
+        format=None,
+        prompt="default",
+        limit=2,
+        max_tokens=30,
+        seed=0,
+    )
     arm = load_script("benchmarks/engines.py").measure("transformers:float32", asked)
     assert arm["problems"] == 2
     assert 0 < arm["thinking_tokens"] <= 2 * 30
@@ -131,9 +137,14 @@ def test_promises(run_here: RunScript, tmp_path: Path) -> None:
     for split in ("train", "test"):
         Reasoner().label(draw_split(split, 40, 5), tmp_path / split, 5)
     config = StopConfig(
-        str(tmp_path / "run"), prices=[5e-5, 1e-2], batch_size=8, layers=1, num_train_epochs=1,
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+        str(tmp_path / "run"),
+        prices=[5e-5, 1e-2],
+        batch_size=8,
+        layers=1,
+        num_train_epochs=1,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     StopTrainer(config, tmp_path / "train").train()
     named = ("--policy", str(tmp_path / "run"), "--labels", str(tmp_path / "test"))
     sizes = ("--problems", "60", "120", "--max-loss", ".05", ".3")

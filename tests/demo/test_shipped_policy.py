@@ -88,6 +88,8 @@ def test_its_recipe_makes_it_again(tmp_path: Path) -> None:
         for one in (made, POLICY)
     )
     assert ours == theirs
-    scores = [Results.read(one / "results.json").rules.groupby("chosen")["aes"].max()[True]
-              for one in (made, POLICY)]  # fmt: skip
+    scores = [
+        Results.read(one / "results.json").rules.groupby("chosen")["aes"].max()[True]
+        for one in (made, POLICY)
+    ]
     assert abs(scores[0] - scores[1]) < 0.1

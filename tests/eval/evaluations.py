@@ -90,8 +90,9 @@ def make_evaluation(
     n = 2 * problems
     full_correct = (rng.random(n) < 0.8).astype(np.float64)
     full = outcome(rng, 0.8, 400, full_correct)
-    full = Outcome(*[full_correct, *full.columns().T[1:3], np.zeros(n), np.zeros(n)],
-                   *full.columns().T[5:])  # fmt: skip
+    full = Outcome(
+        *[full_correct, *full.columns().T[1:3], np.zeros(n), np.zeros(n)], *full.columns().T[5:]
+    )
     rules = [Rule(FULL, full)]
     for penalty, accuracy, tokens in (
         (1e-4, 0.7, 120),

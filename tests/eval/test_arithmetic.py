@@ -51,9 +51,13 @@ def test_an_answer_by_hand() -> None:
 
 def test_windows_are_read_from_the_configuration() -> None:
     small: dict[str, Any] = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50,
-        "num_attention_heads": 2, "num_key_value_heads": 1,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 50,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     windowed = ModelWork.of_config(MistralConfig(**small, sliding_window=8))
     assert [layer.window for layer in windowed.layers] == [8, 8]
     whole = ModelWork.of_config(MistralConfig(**small, sliding_window=None))

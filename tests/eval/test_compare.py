@@ -100,8 +100,11 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
         assert chosen.aes_low <= chosen.aes <= chosen.aes_high
     assert not of["OS-Pruner"].chosen.any()  # there was nothing to choose
     assert set(frame[frame.kind == "limit"].method) == {
-        "best fixed budget", "best fixed step", "hindsight oracle", "hindsight oracle, no loss",
-    }  # fmt: skip
+        "best fixed budget",
+        "best fixed step",
+        "hindsight oracle",
+        "hindsight oracle, no loss",
+    }
     assert report.results.about["left_out"].keys() == {"Think Just Enough"}
     assert "which labels do not keep" in report.results.about["left_out"]["Think Just Enough"]
 
@@ -109,8 +112,13 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
     frame = report.frontiers
     assert list(frame.method) == [
-        "OS-Pruner", "probe", "fixed budget", "answer entropy", "ES-CoT", "LearnStop",
-    ]  # fmt: skip
+        "OS-Pruner",
+        "probe",
+        "fixed budget",
+        "answer entropy",
+        "ES-CoT",
+        "LearnStop",
+    ]
     assert frame.lead.isna().tolist() == [True] + [False] * 5
     areas = dict(zip(frame.method, frame.area, strict=True))
     assert areas["probe"] > areas["answer entropy"] > areas["fixed budget"]

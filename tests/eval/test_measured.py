@@ -169,9 +169,14 @@ def random_split(seed: int, traces: int = 12, steps: int = 15) -> Split:
     table = TraceTable.from_dataset(dataset)
     entropy = rng.random(table.mask.shape)
     return Split(
-        dataset, table, SUFFIX, lambda ids: " ".join(words[i] for i in ids[:4]), None,
-        lambda a, b: a.rstrip(".0") == b.rstrip(".0"), lambda: entropy,
-    )  # fmt: skip
+        dataset,
+        table,
+        SUFFIX,
+        lambda ids: " ".join(words[i] for i in ids[:4]),
+        None,
+        lambda a, b: a.rstrip(".0") == b.rstrip(".0"),
+        lambda: entropy,
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -39,8 +39,11 @@ def test_both_ways_of_deciding_can_be_asked_for(tmp_path: Path) -> None:
     ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
     uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
     assert [use.method for use in uses] == [
-        "OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)",
-    ]  # fmt: skip
+        "OS-Pruner (≥0.3)",
+        "OS-Pruner (≥0.5)",
+        "OS-Pruner",
+        "probe (sampled)",
+    ]
     assert [use.threshold for use in uses] == [0.3, 0.5, None, None]
 
 
@@ -73,8 +76,9 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
 def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path) -> None:
     seeds = [str(save(tmp_path / name)) for name in ("seed0", "seed1")]
     assert [(use.path, use.parameter) for use in parse_policies(seeds)] == [
-        (seeds[0], 1e-4), (seeds[1], 1e-4),
-    ]  # fmt: skip
+        (seeds[0], 1e-4),
+        (seeds[1], 1e-4),
+    ]
 
 
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:

@@ -108,8 +108,16 @@ def test_numbers_and_names_as_text() -> None:
         *((110, "tokens"), (4, "step"), (0.4, "nats")),
     )
     assert [parameter_text(*one) for one in parameters] == [
-        "", "price=5e-3", "≥.70", "≥1.00", "≥-∞", "≥∞", "110 tokens", "step 4", "≤0.4 nats",
-    ]  # fmt: skip
+        "",
+        "price=5e-3",
+        "≥.70",
+        "≥1.00",
+        "≥-∞",
+        "≥∞",
+        "110 tokens",
+        "step 4",
+        "≤0.4 nats",
+    ]
     lines = markdown_table(["method", "accuracy"], [["P(stop|h)", "77.0\n(half)"]]).splitlines()
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 

@@ -30,10 +30,18 @@ RESULTS = Results(
     ),
 )
 PROMISE = {
-    "max_loss": 0.02, "confidence": 0.95, "mode": "threshold", "threshold": 0.7, "problems": 1500,
-    "loss": 0.004, "tokens_saved": 0.35, "data_hash": "ab" * 32, "price": None, "test": "exact",
+    "max_loss": 0.02,
+    "confidence": 0.95,
+    "mode": "threshold",
+    "threshold": 0.7,
+    "problems": 1500,
+    "loss": 0.004,
+    "tokens_saved": 0.35,
+    "data_hash": "ab" * 32,
+    "price": None,
+    "test": "exact",
     "traffic": None,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -54,7 +62,7 @@ def save_config(folder: Path, instruction: str | None = None, **changes: Any) ->
         "tuning": "layers",
         "price": 5e-05,
         "reasoning_format": DEEPSEEK_R1.to_dict() | said,
-    }  # fmt: skip
+    }
     OSPrunerConfig(**{**values, **changes}).save_pretrained(folder)
 
 

@@ -260,9 +260,13 @@ def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
     inputs = reasoner.tokenizer("Solve 3x+54=102 for x.", return_tensors="pt")
     told: list[tuple[int, int, float]] = []
     model.generate(
-        **inputs, stop_policy=True, max_new_tokens=200, num_return_sequences=2, do_sample=True,
+        **inputs,
+        stop_policy=True,
+        max_new_tokens=200,
+        num_return_sequences=2,
+        do_sample=True,
         on_step=lambda i, record: told.append((i, record.step_ends[-1], record.probabilities[-1])),
-    )  # fmt: skip
+    )
     for i, record in enumerate(model.last_stop):
         steps = list(zip(record.step_ends, record.probabilities, strict=True))
         assert [(end, p) for row, end, p in told if row == i] == steps

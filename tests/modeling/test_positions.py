@@ -39,10 +39,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SWITCH},
     "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
         "original_max_position_embeddings": SWITCH,
     },
-}  # fmt: skip
+}
 
 
 LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
@@ -142,10 +144,12 @@ def test_longrope_within_the_positions_is_refused_at_construction(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     phi = Phi3Config(
-        **SIZES, vocab_size=300, max_position_embeddings=4 * SWITCH,
+        **SIZES,
+        vocab_size=300,
+        max_position_embeddings=4 * SWITCH,
         original_max_position_embeddings=SWITCH,
         rope_parameters={"rope_theta": 10_000.0, **ROPES["longrope"]},
-    )  # fmt: skip
+    )
     for base in (make_base("longrope", tiny_tokenizer, 4 * SWITCH), Phi3ForCausalLM(phi)):
         name = type(base).__name__
         message = f"{name} cannot be a base: with rope_type 'longrope' .* passes 64 tokens"

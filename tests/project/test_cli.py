@@ -68,9 +68,13 @@ def test_options_go_before_set_and_set_before_the_file(
     done = told(*arguments, monkeypatch=monkeypatch)
     assert done.exit_code == 0, done.output
     assert seen == {
-        "price": 1e-5, "limit": 5, "urls": ("a", "b"), "quick": True, "schedule": [0.1, 0],
+        "price": 1e-5,
+        "limit": 5,
+        "urls": ("a", "b"),
+        "quick": True,
+        "schedule": [0.1, 0],
         "out": "x",
-    }  # fmt: skip
+    }
     told("--urls", "c", "--quick", "--set", "schedule=r1", monkeypatch=monkeypatch)
     assert seen == {"urls": ("c",), "quick": True, "schedule": "r1", "out": "x"}
 

@@ -145,8 +145,12 @@ def test_every_file_keeps_the_floors() -> None:
 
 
 def test_no_two_things_have_one_name() -> None:
-    classes = [node.name for tree in PACKAGES.values() for node in ast.walk(tree)
-               if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]  # fmt: skip
+    classes = [
+        node.name
+        for tree in PACKAGES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
     files = [path.stem for path in PACKAGES if path.name != "__init__.py"]
     assert [name for name, count in Counter([*classes, *files]).items() if count > 1] == []
 

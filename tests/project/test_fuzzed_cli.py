@@ -15,11 +15,43 @@ from ospruner.cli.fields import whole_commands
 from ..conftest import Fuzzed
 
 WORDS = [
-    "", " ", "-", "--", "0", "-1", "1e999", "nan", "inf", "NaN", "9" * 40, "null", "true", "[]",
-    "{}", "a=b", "=", ",", ",,", "a,b", "1,2", "../..", "/dev/null", "/proc/self/mem", ".", "~",
-    "é\u202e", "\udcff", "\x1b[31m", "[red]", "%s", "{0}", "org/none", "main", "http://127.0.0.1:1",
+    "",
+    " ",
+    "-",
+    "--",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "inf",
+    "NaN",
+    "9" * 40,
+    "null",
+    "true",
+    "[]",
+    "{}",
+    "a=b",
+    "=",
+    ",",
+    ",,",
+    "a,b",
+    "1,2",
+    "../..",
+    "/dev/null",
+    "/proc/self/mem",
+    ".",
+    "~",
+    "é\u202e",
+    "\udcff",
+    "\x1b[31m",
+    "[red]",
+    "%s",
+    "{0}",
+    "org/none",
+    "main",
+    "http://127.0.0.1:1",
     "x" * 5000,
-]  # fmt: skip
+]
 MEANT_FOR_USERS = (ValueError, OSError, FloatingPointError, MemoryError)  # as `main` has them
 LONG = {
     "app",
@@ -37,11 +69,15 @@ def commands() -> dict[str, Any]:
 def files(folder: Path) -> list[str]:
     """Files that are not what a command takes them for."""
     contents = {
-        "empty.jsonl": b"", "binary.jsonl": bytes(range(256)), "list.json": b"[1, 2]",
-        "nan.jsonl": b'{"problem": "a", "answer": NaN}\n', "words.txt": b"words\n",
-        "config.json": b'{"model_type": "ospruner"}', "deep.json": b"[" * 5000 + b"]" * 5000,
+        "empty.jsonl": b"",
+        "binary.jsonl": bytes(range(256)),
+        "list.json": b"[1, 2]",
+        "nan.jsonl": b'{"problem": "a", "answer": NaN}\n',
+        "words.txt": b"words\n",
+        "config.json": b'{"model_type": "ospruner"}',
+        "deep.json": b"[" * 5000 + b"]" * 5000,
         "fake.parquet": b"PAR1PAR1",
-    }  # fmt: skip
+    }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return [str(folder / name) for name in contents] + [str(folder), str(folder / "absent")]

@@ -37,28 +37,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": ATTENTION},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
     "qwen3_next": {
-        **EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "falcon_h1": {
-        "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
-        "mamba_n_groups": 1, "mamba_chunk_size": 8,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
     },
-}  # fmt: skip
+}
 
 
 def make_base(family: str, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> Any:
     """A tiny random model of a family, which likes to end paragraphs and never ends its text."""
     make_config: Any = CONFIG_MAPPING[family]
     config = make_config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
         **{**FAMILIES.get(family, {}), **extra},
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base: Any = AutoModelForCausalLM.from_config(config).eval()

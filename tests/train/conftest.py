@@ -174,9 +174,14 @@ def fit(make_trainer: Callable[..., StopTrainer]) -> Callable[..., list[SavedPol
 def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:
     """A small policy of labels: a head alone of one price, unless told otherwise."""
     quick: dict[str, Any] = {
-        "head": "fixed", "prices": [1e-3], "layers": 0, "batch_size": 8, "num_train_epochs": 1,
-        "use_cpu": True, "disable_tqdm": True,
-    }  # fmt: skip
+        "head": "fixed",
+        "prices": [1e-3],
+        "layers": 0,
+        "batch_size": 8,
+        "num_train_epochs": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
     if "method" in fields:
         del quick["head"], quick["prices"]
     trainer = StopTrainer(

@@ -14,11 +14,20 @@ from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer
 
 STAGES: dict[str, Any] = {
-    "head": "fixed", "prices": [1e-3, 2e-4], "tuning": "layers", "num_train_epochs": 1,
+    "head": "fixed",
+    "prices": [1e-3, 2e-4],
+    "tuning": "layers",
+    "num_train_epochs": 1,
     "batch_size": 7,  # odd: two processes take different shares, and of the last batch one has none
-    "learning_rate": 5e-4, "average": 0.5, "states_gib": 0.0, "save_strategy": "steps",
-    "save_steps": 1, "limit": 45, "disable_tqdm": True, "use_cpu": True,
-}  # fmt: skip
+    "learning_rate": 5e-4,
+    "average": 0.5,
+    "states_gib": 0.0,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "limit": 45,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "layers": STAGES,
     "price": STAGES | {"head": "price", "prices": [5e-5, 1e-2]},

@@ -134,8 +134,10 @@ def test_stages_are_named_by_their_prices(table: TraceTable) -> None:
         return [(stage.name, stage.price) for stage in config.stages]
 
     assert stages(head="fixed", prices="1e-3,2.5e-5,0") == [
-        ("price1e-3", 1e-3), ("price2.5e-5", 2.5e-5), ("price0", 0.0),
-    ]  # fmt: skip
+        ("price1e-3", 1e-3),
+        ("price2.5e-5", 2.5e-5),
+        ("price0", 0.0),
+    ]
     assert stages(head="fixed", prices=[1e-3]) == [("", 1e-3)]
     assert stages() == [("", None)]
     assert stages(method="probe") == [("", 0.0)]

@@ -55,9 +55,15 @@ def test_train_save_replay_and_charge(
     labels = labelled / "train"
     with files_for_a_group(tmp_path / "run"):
         stage = trained_on(
-            labels, tmp_path / "run", method="flashthink", verifier=str(tiny_base_dir), layers=2,
-            learning_rate=2e-3, num_train_epochs=6, limit=40,
-        )  # fmt: skip
+            labels,
+            tmp_path / "run",
+            method="flashthink",
+            verifier=str(tiny_base_dir),
+            layers=2,
+            learning_rate=2e-3,
+            num_train_epochs=6,
+            limit=40,
+        )
     assert stage.method == "flashthink"
     losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert losses[-1] < losses[0]

@@ -402,9 +402,14 @@ def test_for_nothing_the_reasoner_thinks_on_unless_stopping_costs_nothing(tmp_pa
         Reasoner().label(draw_split(split, count, 11), tmp_path / split, 11)  # type: ignore[arg-type]
     fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 8}
     trained_on(
-        tmp_path / "train", tmp_path / "run", tmp_path / "validation", batch_size=32,
-        learning_rate=5e-4, head_learning_rate=3e-3, **fields,
-    )  # fmt: skip
+        tmp_path / "train",
+        tmp_path / "run",
+        tmp_path / "validation",
+        batch_size=32,
+        learning_rate=5e-4,
+        head_learning_rate=3e-3,
+        **fields,
+    )
     labels = tmp_path / "validation"
     replayed = compare(labels, [str(tmp_path / "run")], prices=[0.0, 1e-3]).evaluation
     full, nothing, priced = (rule.outcome for rule in replayed.rules[:3])

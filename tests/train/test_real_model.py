@@ -51,20 +51,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"problem": ask.format(a, b), "answer": str(a + b)} for a, b in SUMS]
     (out / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(
-        "label", "--base", FOLDER, "--dataset", out / "sums.jsonl", "--out", out / "labels",
-        "--format", "plain", "--max-thinking-tokens", 400, "--engine", "transformers",
-        "--set", "dtype=float32",
-    )  # fmt: skip
+        "label",
+        "--base",
+        FOLDER,
+        "--dataset",
+        out / "sums.jsonl",
+        "--out",
+        out / "labels",
+        "--format",
+        "plain",
+        "--max-thinking-tokens",
+        400,
+        "--engine",
+        "transformers",
+        "--set",
+        "dtype=float32",
+    )
     return out
 
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Path:
     run(
-        "train", "--labels", folder / "labels", "--out", folder / "run", "--head", "fixed",
-        "--prices", "1e-3", "--layers", 0, "--num-train-epochs", 1, "--batch-size", 4,
-        "--set", "held_out=2",
-    )  # fmt: skip
+        "train",
+        "--labels",
+        folder / "labels",
+        "--out",
+        folder / "run",
+        "--head",
+        "fixed",
+        "--prices",
+        "1e-3",
+        "--layers",
+        0,
+        "--num-train-epochs",
+        1,
+        "--batch-size",
+        4,
+        "--set",
+        "held_out=2",
+    )
     return folder / "run"
 
 

@@ -25,9 +25,15 @@ from .conftest import PRICED, SETTINGS, SHORT, MakeLabels, files_for_a_group, lo
 
 Fit = Callable[..., list[SavedPolicy]]
 STAGES = SETTINGS | {
-    "prices": [2e-2, 1e-2], "num_train_epochs": 2, "average": 0.9, "save_strategy": "steps",
-    "save_steps": 3, "lr_scheduler_type": "linear", "eval_strategy": "steps", "eval_steps": 4,
-}  # fmt: skip
+    "prices": [2e-2, 1e-2],
+    "num_train_epochs": 2,
+    "average": 0.9,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "lr_scheduler_type": "linear",
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+}
 WORKER = """
 import json, os, signal, sys
 import torch
@@ -104,9 +110,14 @@ def test_a_killed_run_ends_with_the_same_bits(
     (tmp_path / "settings.json").write_text(json.dumps(settings.to_dict()))
     kill_at = 14  # of 2 stages x 2 epochs x 5 steps: in the second, two steps after a checkpoint
     command = [
-        sys.executable, "-c", WORKER, str(tmp_path), str(tmp_path / "killed"), json.dumps(STAGES),
+        sys.executable,
+        "-c",
+        WORKER,
+        str(tmp_path),
+        str(tmp_path / "killed"),
+        json.dumps(STAGES),
         str(kill_at),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / "price2e-2").is_dir()

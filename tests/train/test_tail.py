@@ -50,10 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Scales what enters its first layer, which the policy puts back.
     "granite": {"embedding_multiplier": 12.0, "pad_token_id": None},
     "gpt_oss": {
-        "pad_token_id": None, "head_dim": 8, "sliding_window": 8, "num_local_experts": 2,
+        "pad_token_id": None,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "num_local_experts": 2,
         "num_experts_per_tok": 2,
     },
-}  # fmt: skip
+}
 MakeModel = Callable[..., Any]
 
 
@@ -116,9 +119,13 @@ def same(ours: list[Tensor], theirs: list[Tensor], share: float = 1e-5) -> None:
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_way_gives_the_same_logits_and_gradients(
-    kind: str, tuning: str, make_model: MakeModel, traces: LabelledTraces, tmp_path: Path,
+    kind: str,
+    tuning: str,
+    make_model: MakeModel,
+    traces: LabelledTraces,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In memory, on disk, a trace a row, checkpointed, the whole last layer, eager sinks."""
     model = make_model(kind, tuning)
     states = traces.states(model, ROWS)
@@ -219,10 +226,15 @@ def test_bfloat16_keeps_weights_head_and_loss_in_float32(
 
 
 PER_LAYER = {
-    "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
-    "self_attn.q_proj.bias", "self_attn.o_proj.weight", "mlp.gate_proj.weight",
-    "mlp.up_proj.weight", "mlp.down_proj.weight",
-}  # fmt: skip
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+}
 HEAD = {"policy.head.weight", "policy.head.bias"}
 
 
@@ -234,11 +246,15 @@ HEAD = {"policy.head.weight", "policy.head.bias"}
         ({"adapter_rank": 4, "learning_rate": 5e-3, "average": 0.5}, "layers"),
     ],
     ids=["queries", "price", "adapters"],
-)  # fmt: skip
+)
 def test_it_trains_saves_loads_and_generates(
-    changed: dict[str, Any], tuning: str, fit: Callable[..., list[SavedPolicy]],
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels,
-) -> None:  # fmt: skip
+    changed: dict[str, Any],
+    tuning: str,
+    fit: Callable[..., list[SavedPolicy]],
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    make_labels: MakeLabels,
+) -> None:
     base: Any = tiny_base
     before, held_out = copy.deepcopy(base.state_dict()), make_labels(40, seed=1, prefix="v")
     saved = fit(SETTINGS | changed, validation=held_out)[-1]

@@ -50,10 +50,15 @@ SLIDING: dict[str, Any] = {
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 RECURRENT: dict[str, Any] = {
-    "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "num_experts_per_tok": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
+    "num_experts": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 def test_batches_hold_the_tokens_and_places_of_the_rows(make_labels: MakeLabels) -> None:
@@ -122,9 +127,12 @@ def test_every_token_has_one_slot_and_lines_hold_whole_traces(
     ],
 )
 def test_states_are_those_of_each_trace_alone(
-    kind: str, fields: dict[str, Any], implementation: str, make_labels: MakeLabels,
+    kind: str,
+    fields: dict[str, Any],
+    implementation: str,
+    make_labels: MakeLabels,
     tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES, **fields, vocab_size=len(tiny_tokenizer))
     base = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
@@ -210,9 +218,12 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def test_files_hold_what_memory_holds_and_processes_fill_them_together(
-    model: OSPrunerForCausalLM, kept: Kept, make_labels: MakeLabels, tmp_path: Path,
+    model: OSPrunerForCausalLM,
+    kept: Kept,
+    make_labels: MakeLabels,
+    tmp_path: Path,
     asked: list[int],
-) -> None:  # fmt: skip
+) -> None:
     held = LabelledTraces.from_dataset(make_labels(12))
     size = held.cache_states(model, 2**30)
     for rank in (0, 1):
@@ -231,9 +242,12 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
 
 
 def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
-    model: OSPrunerForCausalLM, kept: Kept, make_labels: MakeLabels, asked: list[int],
+    model: OSPrunerForCausalLM,
+    kept: Kept,
+    make_labels: MakeLabels,
+    asked: list[int],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In another order, too: a file is its trace's."""
     monkeypatch.setattr(
         "ospruner.train.traces.length_batches", lambda lengths: np.split(np.arange(len(lengths)), 3)
@@ -259,9 +273,14 @@ def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
 
 
 def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
-    kept: Kept, make_labels: MakeLabels, asked: list[int], tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    kept: Kept,
+    make_labels: MakeLabels,
+    asked: list[int],
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     labels = make_labels(12)
     first = kept(labels)
     deeper = untrained(tiny_base, tiny_tokenizer, 3, tuning="layers")

@@ -212,13 +212,17 @@ def test_parts_hold_each_trace_once_and_no_process_more_than_its_slots(
 
 
 @pytest.mark.parametrize(
-    ("settings", "states_gib"), [(SHORT, 0.0), (PROBE, 2.0), (PRICED, 2.0)],
+    ("settings", "states_gib"),
+    [(SHORT, 0.0), (PROBE, 2.0), (PRICED, 2.0)],
     ids=["fixed", "probe", "price"],
-)  # fmt: skip
+)
 def test_gradients_and_loss_are_those_of_the_whole_batch(
-    settings: dict[str, Any], states_gib: float, make_trainer: MakeTrainer,
-    make_labels: MakeLabels, tmp_path: Path,
-) -> None:  # fmt: skip
+    settings: dict[str, Any],
+    states_gib: float,
+    make_trainer: MakeTrainer,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+) -> None:
     def take(name: str, **changes: Any) -> tuple[float, list[Tensor]]:
         """Takes a run's only step: the loss, and the gradients it steps with."""
         one = {"batch_size": 12, "num_train_epochs": 1, "states_gib": states_gib}

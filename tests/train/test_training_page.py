@@ -26,9 +26,12 @@ def commands(page: Path) -> list[str]:
 
 
 def test_every_command_runs(
-    labelled: Path, repo_dir: Path, tiny_base_dir: Path, tmp_path: Path,
+    labelled: Path,
+    repo_dir: Path,
+    tiny_base_dir: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     shutil.copytree(labelled / "train", tmp_path / "runs" / "labels")
     monkeypatch.chdir(tmp_path)
     lines = commands(repo_dir / "docs" / "training.md")

@@ -64,9 +64,11 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     right = 0
     for sample, row in zip(samples, rows, strict=True):
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["problem"]}], add_generation_prompt=True,
-            return_dict=True, return_tensors="pt",
-        )  # fmt: skip
+            [{"role": "user", "content": row["problem"]}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
         output = model.generate(
             **inputs, stop_policy=settings or False, max_new_tokens=300, do_sample=False
         )

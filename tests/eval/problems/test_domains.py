@@ -30,11 +30,26 @@ def test_mathematics_is_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("text", "letter"),
-    [("b}", "B"), ("(B)}", "B"), (r"\text{C}}", "C"), ("B. 42}", "B"), ("Option d}", "D"),
-     ("Boron}", "Boron"), ("42}", "42"), (r"\textbf{(C)}}", "C"), ("$C$}", "C"), ("Ｂ}", "B"),
-     ("a dog}", "a dog"), ("I think}", "I think"), ("A and B}", "A and B"), ("A, C}", "A, C"),
-     ("(A) or (B)}", "(A) or (B)"), ("B) blue}", "B"), ("the correct answer is d}", "D")],
-)  # fmt: skip
+    [
+        ("b}", "B"),
+        ("(B)}", "B"),
+        (r"\text{C}}", "C"),
+        ("B. 42}", "B"),
+        ("Option d}", "D"),
+        ("Boron}", "Boron"),
+        ("42}", "42"),
+        (r"\textbf{(C)}}", "C"),
+        ("$C$}", "C"),
+        ("Ｂ}", "B"),
+        ("a dog}", "a dog"),
+        ("I think}", "I think"),
+        ("A and B}", "A and B"),
+        ("A, C}", "A, C"),
+        ("(A) or (B)}", "(A) or (B)"),
+        ("B) blue}", "B"),
+        ("the correct answer is d}", "D"),
+    ],
+)
 def test_a_choice_is_a_letter(text: str, letter: str) -> None:
     task = Choice()
     assert task.read_forced(text) == letter
@@ -95,8 +110,12 @@ def test_a_choice_knows_its_letters() -> None:
 
 
 def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
-    arc = {"question": "Sky?", "answerKey": "2", "id": "a",
-           "choices": {"text": ["red", "blue"], "label": ["1", "2"]}}  # fmt: skip
+    arc = {
+        "question": "Sky?",
+        "answerKey": "2",
+        "id": "a",
+        "choices": {"text": ["red", "blue"], "label": ["1", "2"]},
+    }
     mmlu = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "id": "m"}
     path = tmp_path / "quiz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (arc, mmlu)))

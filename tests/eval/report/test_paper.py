@@ -162,9 +162,11 @@ def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
     printed = cell["accuracy_percent"] / 100 - 1e-4 * cell["length_tokens"]
     assert result["reward@1e-4"] == pytest.approx(printed)
     charged = AES_ABSOLUTE(
-        cell["accuracy_percent"] / 100, 2 * cell["length_tokens"] + 100,
-        base["accuracy_percent"] / 100, base["length_tokens"],
-    )  # fmt: skip
+        cell["accuracy_percent"] / 100,
+        2 * cell["length_tokens"] + 100,
+        base["accuracy_percent"] / 100,
+        base["length_tokens"],
+    )
     assert charged < 0 < result["aes"]  # what it would be if it were charged for reading
 
 

@@ -244,14 +244,16 @@ def test_a_base_of_other_weights_is_refused_at_start(
         ({"rope_type": "dynamic", "factor": 4.0}, r"\d+"),
         (
             {
-                "rope_type": "longrope", "original_max_position_embeddings": 64,
-                "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16,
+                "long_factor": [4.0] * 16,
             },
             "64",
         ),
     ],
     ids=["dynamic", "longrope"],
-)  # fmt: skip
+)
 def test_positions_that_change_with_the_length_are_refused_at_start(
     model: OSPrunerForCausalLM,
     reasoner: Reasoner,

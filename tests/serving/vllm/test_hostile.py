@@ -60,10 +60,33 @@ def request(extra: object, **fields: Any) -> bytes:
 
 
 VALUES: list[Any] = [
-    "", "x", "nan", "True", "0.5", "\0", "\x1b[31m", "é\u202e", "9" * 400, MARK * 2000,
-    math.nan, math.inf, -math.inf, -1, -(2**63), 2**64 - 1, 2, 1.5, -1e308, 1e308, 5e-324,
-    [], [1], ["x"], [math.nan], ["x" * 9999],
-]  # fmt: skip
+    "",
+    "x",
+    "nan",
+    "True",
+    "0.5",
+    "\0",
+    "\x1b[31m",
+    "é\u202e",
+    "9" * 400,
+    MARK * 2000,
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    -(2**63),
+    2**64 - 1,
+    2,
+    1.5,
+    -1e308,
+    1e308,
+    5e-324,
+    [],
+    [1],
+    ["x"],
+    [math.nan],
+    ["x" * 9999],
+]
 OF_OTHER_TYPES: list[Any] = [None, [None], {}, {"a": {"b": 1}}, [[1]], 10**30, -(10**30), [10**30]]
 
 

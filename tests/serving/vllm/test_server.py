@@ -467,9 +467,12 @@ def test_vllms_own_command_serves_a_policy_and_any_other_model(
         lengths = []
         for extra in ({}, {"stop_policy": False, "stop_answer": "free"}):
             reply = client.chat.completions.create(
-                model=str(folder), messages=[{"role": "user", "content": ASK["content"]}],
-                temperature=0, max_tokens=300, extra_body={"vllm_xargs": extra},
-            )  # fmt: skip
+                model=str(folder),
+                messages=[{"role": "user", "content": ASK["content"]}],
+                temperature=0,
+                max_tokens=300,
+                extra_body={"vllm_xargs": extra},
+            )
             assert reply.usage is not None
             lengths.append(reply.usage.completion_tokens)
         message: Any = reply.choices[0].message

@@ -36,9 +36,13 @@ from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
 LIMITS: dict[str, Any] = {
-    "max_thinking_tokens": 40, "max_answer_tokens": 5, "columns": "problem=q,answer=gold",
-    "batch_size": 2, "dtype": "float32", "device": "cpu",
-}  # fmt: skip
+    "max_thinking_tokens": 40,
+    "max_answer_tokens": 5,
+    "columns": "problem=q,answer=gold",
+    "batch_size": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -56,11 +60,32 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     out, numbers = tmp_path / "labels", tmp_path / "numbers.json"
     excluded = write(tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
     arguments = [
-        "label", "--base", str(tiny_base_dir), "--dataset", problems, "--out", str(out),
-        "--set", "columns=problem=q,answer=gold", "--set", f"exclude={excluded}",
-        "--samples", "2", "--max-thinking-tokens", "40", "--set", "max_answer_tokens=5",
-        "--set", "temperature=1", "--seed", "3", "--json", str(numbers), "--set", "step_stride=2",
-    ]  # fmt: skip
+        "label",
+        "--base",
+        str(tiny_base_dir),
+        "--dataset",
+        problems,
+        "--out",
+        str(out),
+        "--set",
+        "columns=problem=q,answer=gold",
+        "--set",
+        f"exclude={excluded}",
+        "--samples",
+        "2",
+        "--max-thinking-tokens",
+        "40",
+        "--set",
+        "max_answer_tokens=5",
+        "--set",
+        "temperature=1",
+        "--seed",
+        "3",
+        "--json",
+        str(numbers),
+        "--set",
+        "step_stride=2",
+    ]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     assert "1 problems were dropped as overlaps" in result.output
@@ -238,19 +263,34 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
     chosen = sorted(wanted, key=lambda row: len(row["reasoning"]))[:2]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16384,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     out = tmp_path / "labels"
     arguments = [
-        "labels", "import", write(tmp_path / "t.jsonl", chosen), "--out", str(out),
-        "--base", str(tmp_path / "base"), "--set", "max_answer_tokens=2", "--set", "step_stride=8",
-    ]  # fmt: skip
+        "labels",
+        "import",
+        write(tmp_path / "t.jsonl", chosen),
+        "--out",
+        str(out),
+        "--base",
+        str(tmp_path / "base"),
+        "--set",
+        "max_answer_tokens=2",
+        "--set",
+        "step_stride=8",
+    ]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     dataset = read_labels(out)

@@ -38,9 +38,19 @@ def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) ->
     path = out.with_suffix(".jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [
-        "label", "--base", str(base), "--dataset", str(path), "--out", str(out),
-        "--max-thinking-tokens", "40", "--set", "temperature=1", *arguments,
-    ]  # fmt: skip
+        "label",
+        "--base",
+        str(base),
+        "--dataset",
+        str(path),
+        "--out",
+        str(out),
+        "--max-thinking-tokens",
+        "40",
+        "--set",
+        "temperature=1",
+        *arguments,
+    ]
     result = CliRunner().invoke(app, given, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return read_labels(out)
@@ -161,9 +171,14 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
 def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels=probability. are read behind what is forced"):
         label(
-            tiny_base_dir, QUIZ, tmp_path / "free",
-            "--task", "choice:labels=probability", "--answer", "free",
-        )  # fmt: skip
+            tiny_base_dir,
+            QUIZ,
+            tmp_path / "free",
+            "--task",
+            "choice:labels=probability",
+            "--answer",
+            "free",
+        )
     with pytest.raises(
         ValueError, match=r"'A' is not one token of its own behind 'Answer:': these"
     ):
@@ -171,8 +186,17 @@ def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: 
     plain = [{"id": "q", "problem": "Which is best?", "answer": "B"}]
     with pytest.raises(ValueError, match="problem 'q' lists no options: give the column `choices`"):
         label(tiny_base_dir, plain, tmp_path / "plain", "--task", "choice")
-    free = label(tiny_base_dir, QUIZ, tmp_path / "open", "--task", "choice", "--limit", "2",
-                 "--answer", "free")  # fmt: skip
+    free = label(
+        tiny_base_dir,
+        QUIZ,
+        tmp_path / "open",
+        "--task",
+        "choice",
+        "--limit",
+        "2",
+        "--answer",
+        "free",
+    )
     assert {tuple(row["option_probabilities"]) for row in free} <= {
         (None,) * len(row["step_ends"]) for row in free
     }
@@ -196,8 +220,11 @@ def test_a_forced_answer_ends_at_several_tokens(tiny_tokenizer: Any) -> None:
 
 
 def test_rows_are_graded_by_their_task(make_labels: Any) -> None:
-    rows = list(make_labels(2, answer="Seven", forced_answers=["", "seven", "the seven."],
-                            step_ends=[1, 2, 3]))  # fmt: skip
+    rows = list(
+        make_labels(
+            2, answer="Seven", forced_answers=["", "seven", "the seven."], step_ends=[1, 2, 3]
+        )
+    )
     grade_rows(rows, parse_task("exact"))
     assert rows[0]["forced_correct"] == [None, 1.0, 1.0]
     assert rows[0]["ungraded_reasons"] == ["no answer", None, None]

@@ -134,9 +134,10 @@ def test_splits_are_by_problem_and_know_how_they_were_made(folder: Path) -> None
         assert {split_of(problem) for problem in traces["problem_id"]} == {name}
         part = load_labels(traces.select(range(1)))
         assert (part.settings, part.source) == (whole.settings, "data-v1.5")
-        assert part.data_hash not in {whole.data_hash, *(
-            load_labels(other).data_hash for key, other in splits.items() if key != name
-        )}  # fmt: skip
+        assert part.data_hash not in {
+            whole.data_hash,
+            *(load_labels(other).data_hash for key, other in splits.items() if key != name),
+        }
     assert len(load_labels(splits).traces) == len(whole.traces) == 8
     one_text = replace(whole, traces=whole.traces.map(lambda row: {"problem": "The same."}))
     assert len(split_by_text(one_text)) == 1, "copies of a text are on one side"
@@ -181,10 +182,13 @@ def test_stats_say_what_the_rows_say(folder: Path) -> None:
     assert stats["tokens_per_trace"] == sum(len(row["trace_ids"]) for row in rows) / 8
     for share, right in stats["accuracy_at"].items():
         within = [
-            [g for end, g in zip(row["step_ends"], row["forced_correct"], strict=True)
-             if end <= float(share) * len(row["trace_ids"])][-1:]
+            [
+                g
+                for end, g in zip(row["step_ends"], row["forced_correct"], strict=True)
+                if end <= float(share) * len(row["trace_ids"])
+            ][-1:]
             for row in rows
-        ]  # fmt: skip
+        ]
         assert right == pytest.approx(sum(sum(one) for one in within) / 8)
     assert "8 traces of 8 problems" in told(folder, json.loads(json.dumps(stats)))
 

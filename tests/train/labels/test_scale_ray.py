@@ -174,9 +174,17 @@ def test_a_run_by_names_opens_its_engine_in_the_actors(
     problems, out = tmp_path / "problems.jsonl", tmp_path / "labels"
     problems.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS[:6]))
     label(
-        str(tiny_base_dir), str(problems), out=out, actors=1, gpus_per_actor=0, chunk=2,
-        max_thinking_tokens=16, max_answer_tokens=4, dtype="float32", device="cpu",
-    )  # fmt: skip
+        str(tiny_base_dir),
+        str(problems),
+        out=out,
+        actors=1,
+        gpus_per_actor=0,
+        chunk=2,
+        max_thinking_tokens=16,
+        max_answer_tokens=4,
+        dtype="float32",
+        device="cpu",
+    )
     labels = read_labels(out)
     assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
     source = read_manifest(out)["source"]
