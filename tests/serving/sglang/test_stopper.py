@@ -239,9 +239,11 @@ def test_requests_that_are_put_back_go_on_in_others_slots(
 
 
 def test_requests_that_do_not_ask_are_left_alone(
-    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]
+    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = policy[0]
+    """By a server that says so; `test_defaults_stop_all` is of one that does not."""
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": False}))
+    model, engine = policy[0], Engine(*policy)
     asking, other = make_request(model, 0), make_request(model, 1)
     other.sampling_params.custom_params = None
     wrong = make_request(model, 2, stop_treshold=1)  # which the server refuses
@@ -279,7 +281,7 @@ def test_no_request_ends_before_its_own_minimum(
 def test_defaults_stop_all(
     policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = {"stop_policy": True, "max_thinking_tokens": 10, "stop_threshold": 1.0}
+    defaults = {"max_thinking_tokens": 10, "stop_threshold": 1.0}
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps(defaults))
     model, folder = policy
     engine = Engine(model, folder)

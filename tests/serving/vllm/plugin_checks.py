@@ -316,7 +316,8 @@ def test_a_request_under_way_answers_when_it_is_told(
     )
     for i in range(6):
         extra = NEVER | {"stop_answer": "free"} | ({} if i % 2 else {"stop_answer": "forced"})
-        engine.add_request(f"w{i}", tokens_input(mixed[i]), greedy(extra | {"stop_id": f"w{i}"}))
+        params = greedy(extra | {"stop_id": f"w{i}"}, ignore_eos=i % 5 == 0)  # as `plain` asks
+        engine.add_request(f"w{i}", tokens_input(mixed[i]), params)
     texts: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
