@@ -163,21 +163,24 @@ def run(case: Case, tiny_tokenizer: Any) -> dict[str, Any]:
     else:
         texts = [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)]
         if case.base == "reasoner":
-            said = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in texts]
+            asked = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in texts]
             texts = [
                 tokenizer.apply_chat_template(
                     [{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True
                 )
-                for one in said
+                for one in asked
             ]
         inputs = dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))
     inputs.pop("token_type_ids", None)
     arguments = {"max_new_tokens": 60, "do_sample": False, **case.arguments}
     if case.base == "reasoner":
         arguments["max_new_tokens"] = 120
+    said = {} if case.stop_policy is True else case.stop_policy
+    if isinstance(said, dict):  # without a seed each call draws anew; it was 0
+        said = {"seed": 0, **said}
     torch.manual_seed(5)
     try:
-        output = model.generate(**inputs, **arguments, stop_policy=case.stop_policy)
+        output = model.generate(**inputs, **arguments, stop_policy=said)
     except (TypeError, ValueError) as error:
         return {"error": type(error).__name__}
     width = inputs["input_ids"].shape[1]
