@@ -62,7 +62,7 @@ def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
 
 def said(of: Split, use: PolicyUse) -> PolicyOutputs:
     """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
-    noise = np.random.default_rng(len(use.path)).random(of.table.mask.shape)
+    noise = np.random.default_rng(len(Path(use.path).name)).random(of.table.mask.shape)
     pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
     return PolicyOutputs(lambda price: pi)
 

@@ -68,7 +68,7 @@ def run(api: HfApi) -> Iterator[Run]:
     """Runs a command line in this process, on a wide terminal; returns what it prints."""
 
     def invoke(line: str, status: int = 0) -> str:
-        program, *arguments = shlex.split(line)
+        program, *arguments = shlex.split(line, comments=True)
         assert program == "ospruner"
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert done.exit_code == status, f"{line}\n{done.output}"
