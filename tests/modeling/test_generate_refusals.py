@@ -55,7 +55,6 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
         ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
         ({"seed": True}, TypeError, "seed is True; it must be an integer"),
-        ({"seed": None}, TypeError, "seed is None; it must be an integer"),
         ({"first_sample_index": -1}, ValueError, "first_sample_index is -1; it must be 0 or more"),
         ({"max_thinking_tokens": 0}, ValueError, "max_thinking_tokens is 0; it must be 1 or more"),
         ({"max_answer_tokens": 2.5}, TypeError, "max_answer_tokens is 2.5; it must be an integer"),

@@ -21,7 +21,7 @@ import pytest
 
 import ospruner.cli
 from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import FORMAT, Reasoner, draw_split
 from ospruner.provenance import provenance
 from ospruner.train.labels.folder import MANIFEST
 from ospruner.train.untrained import untrained
@@ -122,7 +122,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     folder = tmp_path_factory.mktemp("bad")
     labels, policy = folder / "labels", folder / "policy"
     reasoner.label(draw_split("train", 10, 7), labels, 7)
-    untrained(reasoner.model, reasoner.tokenizer, tuning="layers").save_pretrained(policy)
+    fields: dict[str, Any] = {"tuning": "layers", "reasoning_format": FORMAT}
+    untrained(reasoner.model, reasoner.tokenizer, **fields).save_pretrained(policy)
     provenance(policy, seed=0)
     for name, text in ROWS.items():
         (folder / f"{name}.jsonl").write_text(text + "\n" if text else "")

@@ -163,9 +163,9 @@ def test_a_finished_run_is_returned_as_it_is_and_a_folder_of_another_refused(
     assert (again.path / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
     assert (again.accuracy, again.tokens) == (first.accuracy, first.tokens)
     (tmp_path / "moved").rename(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another training run \(settings: .*'seed': 5"):
+    with pytest.raises(ValueError, match=r"holds another run \(settings: .*'seed': 5"):
         fit(SHORT | {"seed": 5})
-    with pytest.raises(ValueError, match=r"another training run \(train_labels: "):
+    with pytest.raises(ValueError, match=r"holds another run \(train_labels: "):
         fit(SHORT, make_labels(64, seed=9))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
