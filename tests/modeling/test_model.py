@@ -212,7 +212,7 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
             {"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0},
             "price is 1.0, but",
         ),
-        ({"trial_every": 2}, "has no trial_every"),
+        ({"trial_every": 2}, "the policy reads trial answers"),
         (
             {"base_model_name_or_path": None},
             "base_model_name_or_path is None; it must be <class 'str'>",
