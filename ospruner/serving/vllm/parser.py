@@ -18,7 +18,7 @@ import re
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from transformers import AutoTokenizer
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
@@ -27,15 +27,23 @@ from vllm.reasoning import ReasoningParser
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.formats import follow
 
 from .plugin import PARSER
 
 __all__ = ["HarmonyThinkingParser", "PromptedParser", "ThinkingParser"]
 
+_THINKING, _ANSWER, _LEFT_OUT = "thinking", "answer", ""
 _MARKERS = ("start", "channel", "constrain", "message", "end", "return", "call")
-_THINKING, _ANSWER = "thinking", "answer"
 _CHANNELS = {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}
+
+
+class _Mark(NamedTuple):
+    """A marker among a reply's ids."""
+
+    literal: str
+    before: int  # how often the same text, which is none, stands between the last one and it
+    kind: str  # of the text that follows
+    kept: bool = False  # whether its own text is told with that
 
 
 class _SplittingParser(ReasoningParser):
@@ -45,38 +53,43 @@ class _SplittingParser(ReasoningParser):
     """
 
     engine_based_streaming = True  # vLLM then keeps no text of its own
-    prompt: Sequence[int] | None = None
     reply_ids: Sequence[int] = ()  # of the whole reply that is split next
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
-        self._begin()
+        self.go_on(())
 
     def go_on(self, prompt_ids: Sequence[int]) -> None:
         """Begins a reply to a prompt."""
         self.prompt = list(prompt_ids)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forgets the reply."""
-        self._markers = deque[tuple[str, int]]()  # met: their text, how often it is none before
-        self._literals = set[str]()  # what may become one
+        self.answer_ids = list[int]()  # that no one has taken yet
+        self._followed = self._thought = 0  # ids, and how many of them are thinking that has ended
+        self._ids = list[int]()  # since the last marker
+        self._marks = deque[_Mark]()  # met in ids, and not in the text yet
         self._text, self._told = "", 0  # since the last one, and how much of it has been told
         self._filled = set[str]()  # the kinds of what has been told
         self._fresh = False  # right after one
-        self.answer_ids = list[int]()  # that no one has taken yet
+        self._kind = self._begin()  # of the text that is told next
 
     @abstractmethod
+    def _begin(self) -> str:
+        """Follows the prompt, says which `_literals` may become markers, and what comes first."""
+
+    @abstractmethod
+    def _take(self, token: int) -> None:
+        """Takes a further id, and notes a marker that ends with it."""
+
     def _follow(self, ids: Iterable[int]) -> None:
-        """Takes further ids, and notes the markers among them."""
+        for token in ids:
+            self._followed += 1
+            self._take(token)
 
-    @abstractmethod
-    def _meet(self, literal: str) -> str:
-        """Goes on after a marker; what of its text is told."""
-
-    @abstractmethod
-    def _kind(self, text: str) -> str:
-        """What further text between two markers is; "" of one that is left out."""
+    def _after(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Self:
+        """Another one, which has taken ids."""
+        fresh = copy.copy(self)
+        fresh.go_on(prompt)
+        fresh._follow(ids)
+        return fresh
 
     def split(self, text: str, ids: Iterable[int], final: bool) -> tuple[str, str]:
         """What a further part of a reply adds to thinking and answer.
@@ -85,16 +98,18 @@ class _SplittingParser(ReasoningParser):
         """
         self._follow(ids)
         self._text += text
-        found = {_THINKING: "", _ANSWER: "", "": ""}
-        while self._markers:
-            literal, before = self._markers[0]
-            places = [one.start() for one in re.finditer(re.escape(literal), self._text)]
-            if len(places) <= before:
+        found = {_THINKING: "", _ANSWER: "", _LEFT_OUT: ""}
+        while self._marks:
+            mark = self._marks[0]
+            places = [one.start() for one in re.finditer(re.escape(mark.literal), self._text)]
+            if len(places) <= mark.before:
                 break  # ids may be ahead of the text
-            self._markers.popleft()
-            self._tell(places[before], found)
-            rest = self._text[places[before] + len(literal) :]
-            self._text, self._told, self._fresh = self._meet(literal) + rest, 0, True
+            self._marks.popleft()
+            at = places[mark.before]
+            self._tell(at, found)
+            rest = self._text[at + len(mark.literal) :]
+            self._text = mark.literal + rest if mark.kept else rest
+            self._told, self._fresh, self._kind = 0, True, mark.kind
         end, told = len(self._text), self._told
         for one in () if final else self._literals:
             half = max(n for n in range(len(one)) if self._text.endswith(one[:n], told))
@@ -104,31 +119,26 @@ class _SplittingParser(ReasoningParser):
 
     def _tell(self, end: int, found: dict[str, str]) -> None:
         if text := self._text[self._told : end]:
-            kind = self._kind(text)
-            found[kind] += ("\n" if self._fresh and kind in self._filled else "") + text
-            self._filled.add(kind)
+            again = self._fresh and self._kind in self._filled
+            found[self._kind] += ("\n" if again else "") + text
+            self._filled.add(self._kind)
             self._told, self._fresh = end, False
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
-        """The thinking and the answer of a whole reply."""
-        fresh = copy.copy(self)  # of several replies one parser may be asked
-        fresh._begin()
+        """The thinking and the answer of a whole reply; of several one parser may be asked."""
         ids = self.reply_ids or self.model_tokenizer.encode(model_output, add_special_tokens=False)
-        thinking, answer = fresh.split(model_output, ids, True)
+        thinking, answer = self._after((), self.prompt).split(model_output, ids, True)
         return thinking or None, answer or None
 
-    def extract_reasoning_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
-    ) -> DeltaMessage | None:
-        """What has come to either since the last call; `PromptedParser` asks `split` itself."""
-        thinking, answer = self.split(delta_text, delta_token_ids, False)
-        return DeltaMessage(reasoning=thinking or None, content=answer or None)
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """The tokens of the thinking, without markers and headers."""
+        same = self._followed == len(token_ids)  # those of the stream that it splits
+        counted = self if same else self._after(token_ids, self.prompt)
+        return counted._thinking_tokens
+
+    @property
+    def _thinking_tokens(self) -> int:
+        return self._thought
 
 
 class PromptedParser(abstract_parser.DelegatingParser):
@@ -240,101 +250,52 @@ class ThinkingParser(_SplittingParser):
         turns = fmt.end_marker or fmt.call_marker or not fmt.added_ids.isdisjoint(delta_ids)
         return bool(turns) and self.is_reasoning_end(input_ids)
 
-    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
-        """The tokens of the answer."""
-        state = follow(self._fmt, [], input_ids)
-        return input_ids[state.thinking_tokens + state.end_tokens :] if state.ended else []
-
-    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """The tokens of the thinking, without the markers."""
-        counted = self
-        if self._followed != len(token_ids):  # else those of the stream that it splits
-            counted = copy.copy(self)
-            counted._begin()
-            counted._follow(token_ids)
-        return counted._thought + (0 if counted._state.ended else len(counted._ids))
-
-    def _begin(self) -> None:
-        super()._begin()
-        fmt, prompt = self._fmt, self.prompt
-        self._state = fmt.boundary_state() if prompt is None else fmt.prompt_state(prompt)
-        self._literals = {fmt.format.think_end, fmt.format.think_start, *self._openers} - {""}
-        if fmt.end_marker is not None and prompt:  # which may have begun in the prompt
-            before, end = fmt.text(prompt[-len(fmt.format.think_end) :]), fmt.format.think_end
+    def _begin(self) -> str:
+        fmt, end = self._fmt, self._fmt.format.think_end
+        self._state = state = fmt.prompt_state(self.prompt)
+        self._literals = {end, fmt.format.think_start, *self._openers} - {""}
+        if fmt.end_marker is not None:  # which may have begun in the prompt
+            before = fmt.text(self.prompt[-len(end) :])
             self._literals |= {end[n:] for n in range(1, len(end)) if before.endswith(end[:n])}
-        self._thinks = not self._state.ended  # the text that is told
-        self._begun = self._state.ended  # after a start marker, or other text
-        self._followed = self._thought = 0  # ids, and how many of them are thinking
-        self._ids, self._first = list[int](), self._state.thinking_tokens  # since the last marker
+        self._begun = state.ended  # after a start marker, or other text
+        self._first = state.thinking_tokens  # at the last marker
+        return _ANSWER if state.ended else _THINKING
 
-    def _follow(self, ids: Iterable[int]) -> None:
+    def _take(self, token: int) -> None:
         fmt, state, start = self._fmt, self._state, self._fmt.format.think_start
-        for token in ids:
-            self._followed += 1
-            thinks = not state.ended
-            if thinks and token in fmt.eos_ids and token != fmt.think_end_id:
-                continue
-            state.push(token)
-            self._ids.append(token)
-            if state.ended and (state.calls or not thinks):
-                self.answer_ids.append(token)
-            if not self._begun and (text := fmt.text(self._ids).strip()):
-                self._begun = text == start or not start.startswith(text)
-                if text == start:
-                    self._mark(start)
-            if thinks and state.ended:
-                self._thought += max(0, state.thinking_tokens - self._first)
-                literal, call = fmt.format.think_end, fmt.call_marker
-                if state.calls:
-                    textual = call is not None and token not in fmt.call_ids
-                    literal = (call.literal if call and textual else fmt.texts[token]).strip()
-                self._mark(literal)
-            elif not thinks and not state.ended:
-                self._mark(start)
+        thinks = not state.ended
+        if thinks and token in fmt.eos_ids and token != fmt.think_end_id:
+            return
+        state.push(token)
+        self._ids.append(token)
+        if state.ended and (state.calls or not thinks):
+            self.answer_ids.append(token)
+        if not self._begun and (text := fmt.text(self._ids).strip()):
+            self._begun = text == start or not start.startswith(text)
+            if text == start:
+                self._mark(start, _THINKING)
+        if thinks and state.ended:
+            self._thought += max(0, state.thinking_tokens - self._first)
+            literal, call = fmt.format.think_end, fmt.call_marker
+            if state.calls:
+                textual = call is not None and token not in fmt.call_ids
+                literal = (call.literal if call and textual else fmt.texts[token]).strip()
+            self._mark(literal, _ANSWER)
+        elif not thinks and not state.ended:
+            self._mark(start, _THINKING)
 
-    def _mark(self, literal: str) -> None:
+    def _mark(self, literal: str, kind: str) -> None:
         text = self._fmt.text(self._ids)
         if literal not in text:  # it begins in the prompt
             rests = (literal[n:] for n in range(len(literal) + 1))
             literal = next(rest for rest in rests if text.startswith(rest))
-        self._markers.append((literal, max(0, text.count(literal) - 1)))
+        kept = literal in self._openers  # a call's stands in the answer
+        self._marks.append(_Mark(literal, max(0, text.count(literal) - 1), kind, kept))
         self._ids, self._first = [], self._state.thinking_tokens
 
-    def _meet(self, literal: str) -> str:
-        self._thinks = literal == self._fmt.format.think_start
-        return literal if literal in self._openers else ""  # a call's stands in the answer
-
-    def _kind(self, text: str) -> str:
-        return _THINKING if self._thinks else _ANSWER
-
-
-class _Messages:
-    """A turn of several messages as it is written.
-
-    Attributes:
-        kind: of the message in whose body it is; "" of one that is left out, None in a header.
-    """
-
-    def __init__(self, kind: str = _THINKING) -> None:
-        self.kind: str | None = kind  # text under no header
-        self._header = ""  # without markers: `assistant`, the channel, a recipient
-
-    def meet(self, marker: str) -> None:
-        """Goes on after a marker."""
-        if marker != "message":
-            self.kind = None
-            self._header = "" if marker == "start" else f"{self._header} "
-            return
-        words = self._header.removeprefix("assistant").split()
-        addressed = any(word.startswith("to=") for word in words)
-        self.kind = "" if addressed else _CHANNELS.get("".join(words[:1]), "")
-        self._header = ""
-
-    def write(self, text: str) -> str:
-        """Goes on after other text; the kind of the body in which it stands, "" outside of one."""
-        if self.kind is None:
-            self._header += text
-        return self.kind or ""
+    @property
+    def _thinking_tokens(self) -> int:
+        return self._thought + (0 if self._state.ended else len(self._ids))
 
 
 class HarmonyThinkingParser(_SplittingParser):
@@ -349,6 +310,7 @@ class HarmonyThinkingParser(_SplittingParser):
         known = tokenizer.get_vocab()
         texts = {f"<|{name}|>": name for name in _MARKERS}
         self._names = {known[text]: name for text, name in texts.items() if text in known}
+        self._literals = set(texts)
         super().__init__(tokenizer, *args, **kwargs)
 
     def adjust_request(self, request: Any) -> Any:
@@ -358,51 +320,29 @@ class HarmonyThinkingParser(_SplittingParser):
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
-        return self._read(input_ids, _Messages())[1].kind == _ANSWER
+        return self._after(input_ids)._body == _ANSWER
 
-    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
-        """The tokens of the answer."""
-        kinds, _ = self._read(input_ids, self._opened())
-        return [token for token, kind in zip(input_ids, kinds, strict=True) if kind == _ANSWER]
+    def _begin(self) -> str:
+        closed = bool(self.prompt) and self.is_reasoning_end(self.prompt)
+        begun = _ANSWER if closed else _THINKING
+        self._body: str | None = begun  # the kind of the message that is open; None in a header
+        self._header = ""  # without markers: `assistant`, the channel, a recipient
+        return begun
 
-    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """The tokens of the thinking, without markers and headers."""
-        return self._read(token_ids, self._opened())[0].count(_THINKING)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._messages, self._ordinary = self._opened(), ""  # text since the last marker
-        self._literals = {f"<|{name}|>" for name in _MARKERS}
-
-    def _follow(self, ids: Iterable[int]) -> None:
-        for token in ids:
-            self.answer_ids.append(token)
-            if (name := self._names.get(token)) is None:
-                self._ordinary += self.model_tokenizer.decode([token])
-            else:
-                self._markers.append((f"<|{name}|>", self._ordinary.count(f"<|{name}|>")))
-                self._ordinary = ""
-
-    def _meet(self, literal: str) -> str:
-        self._messages.meet(literal[2:-2])
-        return ""
-
-    def _kind(self, text: str) -> str:
-        return self._messages.write(text)
-
-    def _opened(self) -> _Messages:
-        """What the prompt has left open."""
-        closed = self.prompt is not None and self.is_reasoning_end(self.prompt)
-        return _Messages(_ANSWER if closed else _THINKING)
-
-    def _read(self, ids: Sequence[int], messages: _Messages) -> tuple[list[str], _Messages]:
-        """For each token, what the body is in which it stands, and where it all ends."""
-        kinds = list[str]()
-        for token in ids:
-            if (marker := self._names.get(token)) is not None:
-                messages.meet(marker)
-                kinds.append("")
-            else:
-                inside = messages.kind is not None
-                kinds.append(messages.write("" if inside else self.model_tokenizer.decode([token])))
-        return kinds, messages
+    def _take(self, token: int) -> None:
+        self.answer_ids.append(token)
+        name = self._names.get(token)
+        if name is None:
+            self._ids.append(token)
+            self._thought += self._body == _THINKING
+            return
+        text, literal = self.model_tokenizer.decode(self._ids), f"<|{name}|>"
+        header = self._header + (text if self._body is None else "")
+        self._ids, self._header, self._body = [], "", None
+        if name == "message":
+            words = header.removeprefix("assistant").split()
+            addressed = any(word.startswith("to=") for word in words)
+            self._body = _LEFT_OUT if addressed else _CHANNELS.get("".join(words[:1]), _LEFT_OUT)
+        elif name != "start":
+            self._header = f"{header} "
+        self._marks.append(_Mark(literal, text.count(literal), self._body or _LEFT_OUT))
