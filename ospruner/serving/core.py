@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class ServedRow:
         NaN, a step at which the policy gave no probability, is None; inf, a price above all that it
         knows, "inf".
         """
-        said = asdict(self.record) | {"price": self.plan.settings.price}
+        said = vars(self.record) | {"price": self.plan.settings.price}
         for name in ("probabilities", "prices"):
             numbers = said[name]
             said[name] = [None if math.isnan(x) else "inf" if x == math.inf else x for x in numbers]
@@ -191,9 +191,7 @@ class RowCore:
         revision: str | None,
         defaults: StopRequest,
         seed: int,
-        on_end: Callable[[ServedRow], None] | None = None,
-        on_leave: Callable[[ServedRow], None] | None = None,
-        on_off: Callable[[str], None] | None = None,
+        **told: Callable[[Any], None],
     ) -> RowCore:
         """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
         found = AutoTokenizer.from_pretrained(tokenizer, revision=revision, config=config)
@@ -202,7 +200,7 @@ class RowCore:
         token_format = TokenFormat.compile(form, found)
         if sentence := defaults.fields.get("wind_down"):
             token_format = token_format.winding_down(sentence, found)
-        return cls(config, token_format, defaults, seed, on_end, on_leave, on_off)
+        return cls(config, token_format, defaults, seed, **told)
 
     def admit(
         self,

@@ -71,10 +71,10 @@ _BUDGET = re.compile(  # what others call `max_thinking_tokens`, perhaps with wh
     r"(?i)(?=.*(think|thought|reason))(?=.*(budget|token|length|limit))|(.*\.)?budget_?tokens\Z"
 )
 _OF_REQUESTS = frozenset((ON, ID, *KEYS))
-_EFFORT_NAMES = (  # OpenAI's in chat and in responses, Anthropic's, and that of chat templates
-    *("reasoning_effort", "reasoning.effort", "output_config.effort"),
-    "chat_template_kwargs.reasoning_effort",
-)
+_EFFORT_NAMES = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+"""OpenAI's in chat and in responses, and Anthropic's."""
+
+_TEMPLATE_EFFORT = "chat_template_kwargs.reasoning_effort"  # whose names are the template's
 _BUDGET_NAMES = (  # vLLM's, Qwen's, llama.cpp's, Anthropic's, OpenRouter's
     *("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"),
     *("thinking.budget_tokens", "reasoning.max_tokens"),
@@ -119,10 +119,10 @@ def translated(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What a body says of effort and of budgets, in others' dialects, as keys of the policy.
 
-    An effort becomes the setting that the server's table holds for it; "none", where the chat
-    template has left the thinking on, ends it with its first step. A budget stays a cap; one below
-    what the policy spends in the mean also brings a bolder setting of that table. What the
-    request's keys say of mode, threshold and price goes before both.
+    An effort becomes the setting that the server's table holds for it; "none" (Anthropic's
+    `thinking.type` "disabled"), where the chat template has left the thinking on, ends it with its
+    first step. A budget stays a cap; one below what the policy spends in the mean also brings a
+    bolder setting of that table. What the request's keys say goes before both.
 
     Args:
         body: what was sent over HTTP, as JSON.
@@ -136,7 +136,7 @@ def translated(
         the new ones; None where there are none, or the policy is off.
 
     Raises:
-        ValueError: a key has a wrong value.
+        ValueError: a key has a wrong value, or nobody knows the effort.
     """
     sent = said_in(body, place)
     if not isinstance(sent, Mapping | None):
@@ -146,20 +146,32 @@ def translated(
     settings = request.settings(defaults)
     if settings is None:
         return dict(body), None
-    said = [one for path in _EFFORT_NAMES if isinstance(one := said_in(body, path), str)]
-    setting = defaults.efforts.get(said[0], {}) if said else {}
+    effort = _effort(body)
+    setting = defaults.efforts.get(effort or "", {})
     budgets = {path: one for path in _BUDGET_NAMES if type(one := said_in(body, path)) is int}
     taken = [path for path, one in budgets.items() if path != own and one >= -1]
     caps = [one for one in budgets.values() if one >= 0]  # llama.cpp's -1 is none
-    if caps := [*caps, *(0 for one in said[:1] if one == "none")]:
+    if caps := [*caps, *[0] * (effort == "none")]:
         keys = request.take_budget(keys, min(caps), defaults) or keys
-        if not said:
+        if effort is None:
             setting = defaults.of_budget(min(caps), settings.with_defaults(config))
     decided = not {"mode", "threshold"}.isdisjoint(request.fields)
     for field in ("price",) if decided else _SETTINGS:
         if field in setting:
             keys.setdefault(f"stop_{field}", setting[field])
     return _without(body, taken), keys if keys != (sent or {}) else None
+
+
+def _effort(body: Mapping[str, Any]) -> str | None:
+    """The effort that a body asks for, if any; one that is no text is the engine's to refuse."""
+    for path in _EFFORT_NAMES:
+        if isinstance(effort := said_in(body, path), str):
+            check_choice("the request", path, effort, ("none", *EFFORTS))
+            return effort
+    if said_in(body, "thinking.type") == "disabled":
+        return "none"
+    effort = said_in(body, _TEMPLATE_EFFORT)
+    return effort if isinstance(effort, str) else None
 
 
 def said_in(body: object, path: str) -> Any:
@@ -254,15 +266,14 @@ class StopRequest:
             ValueError: no calibration promises as little, or the policy does not know a price.
         """
         if "max_loss" in self.fields:
-            asked = StopPolicyConfig(max_loss=self.fields.pop("max_loss"))
-            kept = self._in_keys(lambda: asked.with_defaults(config))
+            kept = self._known(config, max_loss=self.fields.pop("max_loss"))
             self.fields |= {name: vars(kept)[name] for name in _SETTINGS}
         self.check_price(config)
         self.efforts = {} if self._dial == {} else dict(config.efforts or {})
         for name, value in (self._dial or {}).items():
             check_choice(f"{self._owner}: {DIAL}", "a name", name, EFFORTS)
             self.efforts[name] = {"threshold" if config.prices is None else "price": value}
-            self._check_known(config, self.efforts[name])
+            self._known(config, **self.efforts[name])
         self.efforts = {
             name: {field: value for field, value in one.items() if value is not None}
             for name, one in self.efforts.items()
@@ -275,8 +286,7 @@ class StopRequest:
         boldest, where that is bolder than the usual one.
         """
         rows = sorted(
-            (one for one in self.efforts.values() if "tokens" in one),
-            key=lambda one: one["tokens"],
+            (one for one in self.efforts.values() if "tokens" in one), key=lambda one: one["tokens"]
         )
         within = [one for one in rows if one["tokens"] <= budget] or rows[:1]
         if not within:
@@ -290,10 +300,10 @@ class StopRequest:
 
     def check_price(self, config: OSPrunerConfig) -> None:
         """Refuses a price that the policy does not know, naming it and those that it knows."""
-        self._check_known(config, {"price": self.fields.get("price")})
+        self._known(config, price=self.fields.get("price"))
 
-    def _check_known(self, config: OSPrunerConfig, fields: Mapping[str, Any]) -> None:
-        self._in_keys(lambda: StopPolicyConfig(**fields).with_defaults(config))
+    def _known(self, config: OSPrunerConfig, **fields: Any) -> StopPolicyConfig:
+        return self._in_keys(lambda: StopPolicyConfig(**fields).with_defaults(config))
 
     def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
         """Refuses tools beside an answer that is forced into a box, which no call would fit in.
@@ -348,10 +358,11 @@ class StopRequest:
     ) -> dict[str, Any] | None:
         """The keys with an engine's own budget as theirs; None where the policy is off.
 
+        Where the request or the server has a budget of thinking tokens, too, the lower one holds.
+
         Args:
             extra: the request's keys, and others.
-            budget: of thinking tokens. Where the request or the server has one too, the lower one
-                holds.
+            budget: the engine's.
             defaults: the server's.
         """
         settings = self.settings(defaults)

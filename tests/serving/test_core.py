@@ -25,21 +25,8 @@ PIECES = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
     *("<think>", "</think>", "<tool_call>", "<eos>", "<eos2>"),
     *("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb"),
-    *(
-        "\n\n",
-        ":",
-        "so:\n\n",
-        "\\[",
-        "\\]",
-        "$$",
-        "```",
-        "{",
-        "}",
-        "\\}",
-        "box",
-        "the answer",
-        "Wait",
-    ),
+    *("\n\n", ":", "so:\n\n", "\\[", "\\]", "$$", "```", "{", "}", "\\}"),
+    *("box", "the answer", "Wait"),
 )
 MARKERS = 9
 IDS = {piece: i for i, piece in enumerate(PIECES)}

@@ -93,9 +93,7 @@ def test_a_request_goes_before_the_defaults(
         *(  # near misses, names of old, and what a server alone may say
             ({key: 0.5}, rf"no \['{key}'\]; the policy's keys are \['stop_policy'.*stop_price")
             for key in (
-                DIAL,
-                *("max_thinking_token", "stop_treshold", "stop_domain"),
-                *(CONTROL, *OF_SERVERS),
+                *(DIAL, CONTROL, *OF_SERVERS, "max_thinking_token", "stop_treshold", "stop_domain"),
                 *("thinking_budget", "thinking_token_budget", "max_think_tokens", "budget_tokens"),
             )
         ),
@@ -186,6 +184,8 @@ USUAL = {**CHEAP, "stop_price": 4e-4}
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, CHEAP),
         ({"reasoning_effort": "max"}, {**CHEAP, "stop_price": 0.0}),
         ({"reasoning_effort": "none"}, {"max_thinking_tokens": 1}),
+        ({"thinking": {"type": "disabled"}}, {"max_thinking_tokens": 1}),
+        ({"chat_template_kwargs": {"reasoning_effort": "huge"}}, None),  # the template's word
         ({"reasoning_effort": "minimal"}, None),  # not in this table
         # The request's own keys go first.
         (
@@ -230,8 +230,8 @@ def test_effort_and_budgets_of_all_dialects(
     names = {"thinking_budget", "thinking_budget_tokens"}
     left = {k: v for k, v in sent.items() if k not in names}
     for place in ("thinking", "reasoning"):
-        if isinstance(left.get(place), dict) and "effort" not in left[place]:
-            left[place] = {}
+        if isinstance(left.get(place), dict):
+            left[place] = {k: v for k, v in left[place].items() if not k.endswith("tokens")}
     assert told == left
     within = {"sampling_params": {"extra_args": body.get("vllm_xargs")}, **body}
     assert translated(within, "sampling_params.extra_args", "", on, EVERY)[1] == wanted
@@ -239,6 +239,14 @@ def test_effort_and_budgets_of_all_dialects(
     off.settle(EVERY)
     if not body.get("vllm_xargs"):
         assert translated(sent, "vllm_xargs", "", off, EVERY) == (sent, None)
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "reasoning.effort", "output_config.effort"])
+def test_an_effort_that_nobody_knows_is_refused(name: str) -> None:
+    above, _, last = name.rpartition(".")
+    body = {above: {last: "huge"}} if above else {last: "huge"}
+    with pytest.raises(ValueError, match=f"the request: {name} is 'huge'; it must be 'none' or"):
+        translated(body, "vllm_xargs", "", StopRequest(ALL_ON, server=True), EVERY)
 
 
 def test_what_efforts_mean_is_the_servers_word() -> None:
@@ -343,19 +351,11 @@ def test_what_a_request_says_of_stopping_is_what_happens(
         assert (found.mode, found.threshold) == ("threshold", defaults["stop_threshold"])
 
 
-SERVED = {
-    "--mode": "threshold",
-    "--threshold": "0.4",
-    "--max-loss": "0.02",
-    "--price": "2e-4",
-    "--answer": "free",
-    "--wind-down": "So:",
-    "--min-thinking-tokens": "3",
-    "--max-thinking-tokens": "90",
-    "--efforts": "low=5e-4",
-    "--control": "0.1",
-    "--opt-in": None,
-    "--dtype": "half",
+SERVED: dict[str, str | None] = {
+    **{"--mode": "threshold", "--threshold": "0.4", "--max-loss": "0.02", "--price": "2e-4"},
+    **{"--answer": "free", "--wind-down": "So:", "--efforts": "low=5e-4", "--control": "0.1"},
+    **{"--min-thinking-tokens": "3", "--max-thinking-tokens": "90"},
+    **{"--opt-in": None, "--dtype": "half"},
 }
 
 

@@ -94,8 +94,5 @@ def register() -> None:
     importlib.import_module("modeling_ospruner")  # registers the configuration
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.model:OSPrunerVLLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = ServedPolicy
-    for name, parser in (
-        (PARSER, "ThinkingParser"),
-        (HARMONY_PARSER, "HarmonyThinkingParser"),
-    ):
+    for name, parser in ((PARSER, "ThinkingParser"), (HARMONY_PARSER, "HarmonyThinkingParser")):
         ReasoningParserManager.register_lazy_module(name, f"{__package__}.parser", parser)

@@ -11,7 +11,6 @@ import sys
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 from vllm import SamplingParams
@@ -31,8 +30,6 @@ _MOST_RECORDS = 8192  # of requests and replies with a name; the oldest are forg
 _FIRST_SEED = "ospruner_first_seed"
 """Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
 seed + i, and nothing else by which the texts could be told apart."""
-_PROCESSORS = ("input_batch.logitsprocs.all", "sampler.logits_processors")
-"""Where the model runners V1 and V2 have them."""
 
 
 class PolicyProcessor:
@@ -43,19 +40,12 @@ class PolicyProcessor:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        model = vllm_config.model_config
-        self._core = RowCore.load(  # admits and decides
-            model.hf_config,
-            model.tokenizer,
-            model.tokenizer_revision,
-            Defaults.of(vllm_config),
-            model.seed,
-            # Of tensor-parallel ranks, which all do the same, one counts.
-            *(
-                (count_ended, count_answer, count_off)
-                if vllm_config.parallel_config.rank == 0
-                else ()
-            ),
+        model, told = vllm_config.model_config, dict[str, Any]()
+        if vllm_config.parallel_config.rank == 0:  # of ranks that all do the same, one counts
+            told = {"on_end": count_ended, "on_leave": count_answer, "on_off": count_off}
+        tokenizer = (model.tokenizer, model.tokenizer_revision)
+        self._core = RowCore.load(
+            model.hf_config, *tokenizer, Defaults.of(vllm_config), model.seed, **told
         )
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._drafts = vllm_config.speculative_config is not None
@@ -94,22 +84,24 @@ class PolicyProcessor:
 
     def admit(self, params: SamplingParams, prompt_ids: Sequence[int]) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped."""
-        excluded = None
+        excluded, extra, ends = None, params.extra_args or {}, not params.ignore_eos
         if params.thinking_token_budget is not None:
             excluded = "thinking_token_budget"
         elif params.allowed_token_ids is not None:
             excluded = "allowed_token_ids"
         elif params.structured_outputs is not None:
             excluded = f"{GRAMMAR} beside speculative decoding" if self._drafts else GRAMMAR
-        extra, end_id, text = params.extra_args or {}, None, 0
-        if params.ignore_eos and params.stop_token_ids:  # what still ends it
-            end_id = params.stop_token_ids[0]
-        if params.seed is not None and _FIRST_SEED in extra:
-            text = params.seed - extra[_FIRST_SEED]
-        ends, least = not params.ignore_eos, params.min_tokens
-        # vLLM counts its ends of text among all of them whether it ignores them or not.
-        stops = params.all_stop_token_ids if ends else params.stop_token_ids or ()
-        row = self._core.admit(extra, prompt_ids, stops, end_id, text, least, excluded, ends)
+        named = params.stop_token_ids or []  # vLLM counts its ends of text among all in any case
+        row = self._core.admit(
+            extra,
+            prompt_ids,
+            params.all_stop_token_ids if ends else named,
+            named[0] if named and not ends else None,  # what still ends it
+            (params.seed or 0) - extra.get(_FIRST_SEED, params.seed or 0),
+            params.min_tokens,
+            excluded,
+            ends,
+        )
         if row is None:
             return None
         if ID in extra:
@@ -188,8 +180,9 @@ class StopRecords:
             answer: whether those that think are to close their thinking now.
         """
         worker: Any = self
-        listed = attrgetter(_PROCESSORS[worker.vllm_config.use_v2_model_runner])
-        [own] = [one for one in listed(worker.model_runner) if isinstance(one, PolicyProcessor)]
+        runner, v2 = worker.model_runner, worker.vllm_config.use_v2_model_runner
+        listed = runner.sampler.logits_processors if v2 else runner.input_batch.logitsprocs.all
+        [own] = [one for one in listed if isinstance(one, PolicyProcessor)]
         rows = own.named(key, name)
         for row in rows:
             row.asked |= answer

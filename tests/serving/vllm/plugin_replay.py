@@ -95,9 +95,7 @@ def replay(
     settings = settings.with_defaults(config)
     eos = frozenset(fmt.eos_ids)
     row = StopRow(
-        RowPlan(settings, fmt, eos, config.step_stride),
-        prompt_ids,
-        settings.first_sample_index,
+        RowPlan(settings, fmt, eos, config.step_stride), prompt_ids, settings.first_sample_index
     )
     ids = torch.tensor([[*prompt_ids, *output_ids]])
     ours = torch.sigmoid(stop_logits(model, ids))[0].tolist()

@@ -138,10 +138,7 @@ def test_the_base_is_packed_and_the_tail_is_not(
     monkeypatch.setattr(mxfp4_layers, "select_mxfp4_moe_backend", lambda moe: kernel)
     policy = str(tmp_path / "policy")
     config = EngineArgs(
-        model=policy,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=512,
+        model=policy, dtype="bfloat16", enforce_eager=True, max_model_len=512
     ).create_engine_config()
     with set_current_vllm_config(config), torch.inference_mode():
         init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")

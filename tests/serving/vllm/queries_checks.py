@@ -20,7 +20,6 @@ __all__ = ["environment", "mixed", "plain", "served"]
 test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing
 test_stops = plugin_checks.test_stops_where_generate_would
 test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alone
-test_probabilities = plugin_checks.test_probabilities_are_those_of_transformers
 
 
 @pytest.fixture(scope="module")

@@ -60,32 +60,9 @@ def request(extra: object, **fields: Any) -> bytes:
 
 
 VALUES: list[Any] = [
-    "",
-    "x",
-    "nan",
-    "True",
-    "0.5",
-    "\0",
-    "\x1b[31m",
-    "é\u202e",
-    "9" * 400,
-    MARK * 2000,
-    math.nan,
-    math.inf,
-    -math.inf,
-    -1,
-    -(2**63),
-    2**64 - 1,
-    2,
-    1.5,
-    -1e308,
-    1e308,
-    5e-324,
-    [],
-    [1],
-    ["x"],
-    [math.nan],
-    ["x" * 9999],
+    *("", "x", "nan", "True", "0.5", "\0", "\x1b[31m", "é\u202e", "9" * 400, MARK * 2000),
+    *(math.nan, math.inf, -math.inf, -1, -(2**63), 2**64 - 1, 2, 1.5, -1e308, 1e308, 5e-324),
+    *([], [1], ["x"], [math.nan], ["x" * 9999]),
 ]
 OF_OTHER_TYPES: list[Any] = [None, [None], {}, {"a": {"b": 1}}, [[1]], 10**30, -(10**30), [10**30]]
 
@@ -128,43 +105,32 @@ def wrong_types() -> Iterator[Case]:
 
 
 def contradictions() -> Iterator[Case]:
-    """Keys that do nothing together, or where they stand."""
-    extra: dict[str, Any]
-    says: tuple[str, ...]
-    for extra, says in (
-        ({"stop_mode": "sample", "stop_threshold": 0.5}, ("threshold is 0.5", "leave one of")),
-        ({"stop_sample_index": 3}, ("stop_sample_index is 3", "Send both, or none")),
-        ({"min_thinking_tokens": 9, "max_thinking_tokens": 8}, ("is 8, below", "leave one out")),
-    ):
-        yield Case("contradictions", request(extra), says)
+    """Keys that do nothing where they stand; `test_requests.py` has those that exclude others."""
     for key in ALL_KEYS:
         beside = request({}, **{key: 1})
         yield Case("keys beside vllm_xargs", beside, (f"['{key}']", "within 'vllm_xargs'"))
         extra = {key: next((v for v in ("x", "free", "sample", 1, 0) if is_allowed(key, v)), "x")}
-        extra = {"stop_seed": 1} | extra
         says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
-        yield Case("keys in a beam search", request(extra, use_beam_search=True), says)
+        beams = request({"stop_seed": 1, **extra}, use_beam_search=True)
+        yield Case("keys in a beam search", beams, says)
 
 
 def names(drawn: random.Random) -> Iterator[Case]:
-    """Names that begin like ours, long ones, and thousands at once."""
-    near: list[str] = []
+    """Names that begin like ours, long ones, and thousands at once; others' keys are others'."""
+    says = "the policy's keys are ['stop_policy', "
     for key in ALL_KEYS:
         place = drawn.randrange(5 if key.startswith("stop") else key.rindex("_"), len(key))
-        near += [key.upper(), f" {key}", f"{key}\0", f"{key}s", f"{key}\u0301", f"_{key}", key[:-1]]
+        near = [key.upper(), f" {key}", f"{key}\0", f"{key}s", f"{key}\u0301", f"_{key}", key[:-1]]
         near += [key.replace("_", other) for other in ("-", " ", "", ".")]
-        near.append(key[:place] + drawn.choice("xqz") + key[place:])
-    for name in near:
-        says = (repr(name)[1:-1], "the policy's keys are ['stop_policy', ")
-        yield Case("names almost ours", request({name: 1}), says)
+        for name in (*near, key[:place] + drawn.choice("xqz") + key[place:]):
+            yield Case("names almost ours", request({name: 1}), (repr(name)[1:-1], says))
     for many in (10, 5_000):
-        extra = {f"stop_{MARK}_{drawn.random()}": drawn.random() for _ in range(many)}
-        yield Case("many names like ours", request(extra), ("the policy's keys are",))
-        # Others' keys are others' business.
         extra = {f"{MARK}_{drawn.random()}": drawn.random() for _ in range(many)}
+        ours = {f"stop_{name}": value for name, value in extra.items()}
+        yield Case("many names like ours", request(ours), (says,))
         yield Case("many other names", request(extra), outcomes=("answered",))
     for length in (1_000, MEGABYTE):
-        yield Case("long names", request({"stop_" + MARK * length: 1}), ("the policy's keys are",))
+        yield Case("long names", request({"stop_" + MARK * length: 1}), (says,))
         yield Case("long names", request({MARK * length: 1}), outcomes=("answered",))
 
 
@@ -318,14 +284,32 @@ def test_each_route_is_checked(small_app: SmallApp) -> None:
 
 
 def test_no_delta_of_a_stream_holds_reasoning_and_content(small_app: SmallApp) -> None:
-    choice = '{"index":0,"delta":{"reasoning":"I add.","content":"5"},"finish_reason":"stop"}'
-    small_app.pieces = [f'{{"id":"a","choices":[{choice}]}}', "[DONE]"]
-    reply = small_app.client.post("/v1/chat/completions", json={})
-    *told, done, end = reply.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
-    assert [one["delta"] for one in choices] == [{"reasoning": "I add."}, {"content": "5"}]
-    assert [one["finish_reason"] for one in choices] == [None, "stop"]
+    """Each is told once, with its token ids and its end at the right place."""
+    call = [{"index": 0, "function": {"name": "add"}}]
+    thought = {"reasoning": "I add."}
+    for delta, wanted in (
+        (thought, [thought]),
+        ({"content": '"reasoning":"'}, [{"content": '"reasoning":"'}]),
+        *(
+            (thought | more, [thought, more])
+            for more in (
+                {"content": "5"},
+                {"tool_calls": call},
+                {"content": "5", "tool_calls": call},
+            )
+        ),
+    ):
+        choice = {"index": 0, "delta": delta, "finish_reason": "stop", "token_ids": [1, 2]}
+        piece = json.dumps({"id": "a", "choices": [choice]}, separators=(",", ":"))
+        small_app.pieces = [piece, "[DONE]"]
+        reply = small_app.client.post("/v1/chat/completions", json={})
+        *told, done, end = reply.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
+        assert [one["delta"] for one in choices] == wanted
+        ends = ["stop"] if len(wanted) == 1 else [None, "stop"]
+        assert [one["finish_reason"] for one in choices] == ends
+        assert [one.get("token_ids") for one in choices] == [[1, 2], None][: len(wanted)]
 
 
 def test_a_reply_tells_how_the_thinking_of_its_texts_ended() -> None:
@@ -359,7 +343,6 @@ def test_a_request_under_way_is_told_to_answer(small_app: SmallApp) -> None:
 
 def test_the_reply_says_that_the_policy_was_off_and_why() -> None:
     app = SmallApp()
-    told = "ospruner_policy_off_total"
     for extra, why in (
         ({"response_format": {"type": "json_object"}}, "a grammar, which holds in the thinking"),
         ({"use_beam_search": True}, "beam search"),
@@ -369,8 +352,7 @@ def test_the_reply_says_that_the_policy_was_off_and_why() -> None:
         said = reply.headers.get("x-ospruner-policy")
         assert reply.status_code == 200
         assert said is None if why is None else str(said).startswith(f"off: {why}")
-    counted = pytest.importorskip("prometheus_client").generate_latest().decode()
-    assert f'{told}{{why="beam search"}} 1.0' in counted
+    assert counted("policy_off", why="beam search") == 1
 
 
 IDS = ("no", "\0", "a/b", "../..", "a\nb", "é\u202e", "é 7", MARK * 1000, *"?# .\x1b")
@@ -390,33 +372,29 @@ def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None
     fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS))
 
 
-def test_counters_have_no_labels_of_a_request() -> None:
-    monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
+def counted(name: str, **labels: str) -> float:
     prometheus = pytest.importorskip("prometheus_client")
+    return prometheus.REGISTRY.get_sample_value(f"ospruner_{name}_total", labels) or 0.0
+
+
+def test_counters_have_no_labels_of_a_request() -> None:
+    """And answers are counted as they come."""
+    monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
     for reason in ("policy", "budget", "natural"):
         for control in (False, True):
             record = StopRecord(reason=reason, thinking_tokens=3)
             for _ in range(50):
                 monitoring.count_ended(Namespace(record=record, control=control, promise=None))
-    told = prometheus.generate_latest().decode()
+    told = pytest.importorskip("prometheus_client").generate_latest().decode()
     series = re.findall(r"^ospruner_thinking_ended_total\{(.*?)\}", told, re.MULTILINE)
     groups, reasons = ("policy", "control"), ("policy", "budget", "natural")
     assert sorted(series) == sorted(f'group="{g}",reason="{r}"' for g in groups for r in reasons)
-
-
-def test_answers_are_counted_as_they_come() -> None:
-    monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
-    prometheus = pytest.importorskip("prometheus_client")
-    labels = {"group": "control", "reason": "length"}
-
-    def counted(name: str) -> float:
-        return prometheus.REGISTRY.get_sample_value(f"ospruner_{name}_total", labels) or 0.0
-
     row = Namespace(record=StopRecord(reason="length"), control=True, told=(0, 0))
     for tokens, rethinks, wanted in ((4, 0, 0), (4, 0, 0), (9, 2, 1), (12, 3, 1)):
         row.record.answer_tokens, row.record.rethinks = tokens, rethinks
         monitoring.count_answer(row)
-        assert (counted("answer_tokens"), counted("rethought")) == (tokens, wanted)
+        for name, count in (("answer_tokens", tokens), ("rethought", wanted)):
+            assert counted(name, group="control", reason="length") == count
 
 
 def test_an_effort_reaches_the_engine_as_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

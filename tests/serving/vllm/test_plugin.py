@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -176,28 +175,3 @@ def test_where_a_grammar_puts_the_policy_off(body: dict[str, Any]) -> None:
         check_body(allowed | asks, ON, FIXED, True, CHAT)
     for plain in ({"response_format": {"type": "text"}}, {"tools": TOOLS, "tool_choice": "none"}):
         assert check_body(plain, ON, FIXED, True, CHAT, why) is None
-
-
-@needs_vllm
-def test_a_delta_holds_reasoning_or_content() -> None:
-    from ospruner.serving.vllm.monitoring import apart
-
-    def part(**delta: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": "stop", "token_ids": [1, 2]}
-        return f"data: {json.dumps({'id': 'a', 'choices': [choice]})}\n\n".encode()
-
-    def dense(told: bytes) -> bytes:
-        return told.replace(b'": ', b'":')  # as pydantic writes it
-
-    for one in (part(reasoning="I add."), part(content='"reasoning":"'), b"data: [DONE]\n\n", b""):
-        assert apart(dense(one)) == dense(one)
-    call = [{"index": 0, "function": {"name": "add"}}]
-    for more in ({"content": "5"}, {"tool_calls": call}, {"content": "5", "tool_calls": call}):
-        told = apart(dense(part(reasoning="I add.", **more))).split(b"\n\n")
-        assert told.pop() == b""
-        first, second = (json.loads(one.removeprefix(b"data: "))["choices"][0] for one in told)
-        assert first["delta"] == {"reasoning": "I add."}
-        assert (first["finish_reason"], first["token_ids"]) == (None, [1, 2])
-        assert second["delta"] == more
-        assert second["finish_reason"] == "stop"
-        assert "token_ids" not in second  # they are told once

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -112,35 +112,60 @@ def test_completions_stop_per_request(
         client.get("/../ospruner/stops/nobody", cast_to=object)
 
 
-@needs_vllm
-@pytest.mark.slow
-def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "toy",
-        "messages": [{"role": "user", "content": "Solve 3x+54=102 for x."}],
-        "temperature": 0,
-        "max_tokens": 400,
-        "extra_body": {"vllm_xargs": {"max_thinking_tokens": 1, "stop_threshold": 1.0}},
-    }
-    reply = client.chat.completions.create(**asked)
-    message = reply.choices[0].message
-    assert message.content is not None
-    assert message.content.strip().startswith("\\boxed{")
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens_details is not None
-    assert (reply.usage.completion_tokens_details.reasoning_tokens or 0) > 0
-    parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
-    assert "".join(part.content or "" for part in parts) == message.content
-
-
 ASK: Any = {"role": "user", "content": "Solve 3x+54=102 for x."}
+STREAMED = pytest.mark.parametrize("stream", [False, True])
+
+
+class Reply(NamedTuple):
+    """What a route replied, whole or streamed, and how long its thinking was by its own count."""
+
+    thinking: str
+    content: str
+    counted: int
+    told: dict[str, Any]  # how the thinking ended, where the policy is on
+
+
+def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) -> Reply:
+    """Asks one question on a route, in its own dialect."""
+    words = {"/responses": "input", "/completions": "prompt"}.get(route, "messages")
+    limit = "max_output_tokens" if route == "/responses" else "max_tokens"
+    said = f"{ASK['content']}\n<think>\n" if words == "prompt" else [ASK]
+    body = {"model": "toy", "temperature": 0, limit: 400, words: said, "stream": stream, **more}
+    if stream and route.startswith("/chat"):
+        body["stream_options"] = {"include_usage": True}
+    reply = httpx.post(f"{client.base_url}{route.removeprefix('/')}", json=body, timeout=300)
+    assert reply.status_code == 200, reply.text
+    lines = [one for one in reply.text.splitlines() if one.startswith("data: {")]
+    parts = [json.loads(one.removeprefix("data: ")) for one in lines] if stream else [reply.json()]
+    [told] = [one["ospruner"] for one in parts if one.get("ospruner")] or [[{}]]
+    if stream and route == "/responses":
+        parts = [one["response"] for one in parts if one["type"] == "response.completed"]
+    usage = next((one["usage"] for one in reversed(parts) if one.get("usage")), {})
+    counted = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    thinking = content = ""
+    for part in parts:
+        for choice in part.get("choices", []):
+            message = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
+            thinking += message.get("reasoning") or ""
+            content += message.get("content") or ""
+        for item in part.get("output", []):  # of responses
+            texts = "".join(one["text"] for one in item["content"])
+            thinking += texts if item["type"] == "reasoning" else ""
+            content += texts if item["type"] == "message" else ""
+        delta = part.get("delta", {})
+        for block in part.get("content", [delta] if isinstance(delta, dict) else []):  # Anthropic's
+            thinking += block.get("thinking", "")
+            content += block.get("text", "")
+    return Reply(thinking, content, counted.get("reasoning_tokens") or 0, told[0])
+
+
 SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
 GOES_ON = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
-SWITCHED_OFF: dict[str, tuple[str, dict[str, Any]]] = {
+OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "template": ("/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
     "effort": ("/chat/completions", {"reasoning_effort": "none"}),
     "prefilled": ("/chat/completions", GOES_ON),
-    "responses": ("/responses", {"reasoning": {"effort": "none"}, "input": [ASK]}),
+    "responses": ("/responses", {"reasoning": {"effort": "none"}}),
     "messages": ("/messages", {"thinking": {"type": "disabled"}}),
     "batch": ("/chat/completions/batch", {"reasoning_effort": "none", "messages": [[ASK]] * 2}),
 }
@@ -148,46 +173,14 @@ SWITCHED_OFF: dict[str, tuple[str, dict[str, Any]]] = {
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SWITCHED_OFF)
+@pytest.mark.parametrize("how", OFF)
 def test_thinking_switched_off_is_content_on_every_route(client: OpenAI, how: str) -> None:
-    route, more = SWITCHED_OFF[how]
-    limit = "max_output_tokens" if how == "responses" else "max_tokens"
-    body: dict[str, Any] = {"model": "toy", "temperature": 0, limit: 30}
-    body |= {} if how == "responses" else {"messages": [ASK]}
-    reply: Any = client.post(route, body={**body, **more}, cast_to=object)
-    usage = reply["usage"]
-    if how == "responses":
-        [item] = reply["output"]
-        assert item["type"] == "message"
-        content = item["content"][0]["text"]
-        assert usage["output_tokens_details"]["reasoning_tokens"] == 0
-    elif how == "messages":
-        [block] = reply["content"]
-        assert block["type"] == "text"
-        content = block["text"]
-    else:
-        for choice in reply["choices"]:
-            content = choice["message"]["content"]
-            assert not choice["message"].get("reasoning")
-        assert not (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    assert content.strip()
-    if route != "/chat/completions":
-        return
-    body |= {**more, "stream": True, "stream_options": {"include_usage": True}}
-    parts: list[Any] = list(client.chat.completions.create(**body_of(body)))
-    deltas = [part.choices[0].delta for part in parts if part.choices]
-    assert "".join(one.content or "" for one in deltas) == content
-    assert not any(getattr(one, "reasoning", None) for one in deltas)
-    details = parts[-1].usage.completion_tokens_details
-    assert details is None or not details.reasoning_tokens
-
-
-def body_of(body: dict[str, Any]) -> dict[str, Any]:
-    """What the client has no names for goes into `extra_body`."""
-    own = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt")
-    return {k: v for k, v in body.items() if k not in own} | {
-        "extra_body": {k: v for k, v in body.items() if k in own}
-    }
+    route, more = OFF[how]
+    whole = ask(client, route, more)
+    assert (whole.thinking, whole.counted) == ("", 0)
+    assert whole.content.strip()
+    if how != "batch":  # which vLLM does not stream
+        assert ask(client, route, more, stream=True) == whole
 
 
 DIALECTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -206,32 +199,29 @@ DIALECTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @needs_vllm
 @pytest.mark.slow
+@STREAMED
 @pytest.mark.parametrize("how", DIALECTS)
-def test_effort_and_budgets_are_read_on_every_route(client: OpenAI, how: str) -> None:
+def test_effort_and_budgets_are_read_on_every_route(client: OpenAI, how: str, stream: bool) -> None:
+    """Each reply says itself how its thinking ended; thinking and a box stand apart."""
     route, more, reason = DIALECTS[how]
-    limit = "max_output_tokens" if route == "/responses" else "max_tokens"
-    body: dict[str, Any] = {"model": "toy", "temperature": 0, limit: 400, **more}
-    words = {"/responses": "input", "/completions": "prompt"}.get(route, "messages")
-    body[words] = "Solve 3x+54=102 for x.\n<think>\n" if words == "prompt" else [ASK]
     never = {"stop_threshold": 1.0} if reason == "budget" else {}
-    body["vllm_xargs"] = {"stop_policy": True, "stop_id": how, **never}
-    client.post(route, body=body, cast_to=object)
-    assert (
-        json.loads(text(client, f"/ospruner/stops/{how.replace(' ', '%20')}"))["reason"] == reason
-    )
+    keys = {"vllm_xargs": {"stop_policy": True, **never}}
+    found = ask(client, route, more | keys, stream)
+    assert found.told["reason"] == reason
+    assert found.told["thinking_tokens"] > 0
+    if route == "/completions":
+        assert "</think>" in found.content
+    else:
+        assert found.thinking.strip()
+        assert found.content.strip().startswith("\\boxed{")
+        assert found.counted > 0 or route == "/messages"  # whose usage has no such count
 
 
 ANSWER = {"type": "object", "properties": {"x": {"enum": [16, 34]}}, "required": ["x"]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+TEXT = {"format": {"type": "json_schema", "name": "x", "schema": ANSWER}}  # of responses
 FORMATS: dict[str, tuple[dict[str, Any], str]] = {
-    "schema": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": ANSWER},
-            }
-        },
-        r'\{"x": ?(16|34)\}',
-    ),
+    "schema": ({"response_format": SCHEMA, "text": TEXT}, r'\{"x": ?(16|34)\}'),
     "regex": ({"structured_outputs": {"regex": "[0-9]{3}x"}}, "[0-9]{3}x"),
     "choice": ({"structured_outputs": {"choice": ["sixteen", "34"]}}, "sixteen|34"),
     "grammar": ({"structured_outputs": {"grammar": 'root ::= "x=" [0-9] [0-9]'}}, "x=[0-9]{2}"),
@@ -245,83 +235,50 @@ ENDS = {
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["chat", "responses"])
+@STREAMED
+@pytest.mark.parametrize("route", ["/chat/completions", "/responses"])
 @pytest.mark.parametrize("how", FORMATS)
 def test_the_answer_is_the_grammars_and_the_thinking_is_pruned(
     client: OpenAI, how: str, route: str, stream: bool
 ) -> None:
-    body, pattern = FORMATS[how]
-    if route == "responses" and how == "schema":
-        body = {"text": {"format": {"type": "json_schema", "name": "x", "schema": ANSWER}}}
+    form, pattern = FORMATS[how]
+    body = {
+        k: v for k, v in form.items() if k != ("text" if "chat" in route else "response_format")
+    }
     for reason, keys in ENDS.items():
-        extra = {**body, "vllm_xargs": {**keys, "stop_id": "formed"}}
-        asked: dict[str, Any] = {"model": "toy", "temperature": 0, "extra_body": extra}
-        said: Any
-        if route == "chat":
-            said = client.chat.completions.create(
-                messages=[ASK], max_tokens=400, stream=stream, **asked
-            )
-            parts = [one.choices[0].delta for one in said] if stream else [said.choices[0].message]
-            content = "".join(one.content or "" for one in parts)
-            thinking = "".join(getattr(one, "reasoning", None) or "" for one in parts)
-        else:
-            said = client.responses.create(
-                input=[ASK], max_output_tokens=400, stream=stream, **asked
-            )
-            if stream:
-                said = next(one for one in said if one.type == "response.completed").response
-            content = said.output_text
-            thinking = said.output[0].content[0].text
-        assert re.fullmatch(pattern, content.strip()), content
-        assert thinking.strip()
-        assert json.loads(text(client, "/ospruner/stops/formed"))["reason"] == reason
+        found = ask(client, route, body | {"vllm_xargs": keys}, stream)
+        assert re.fullmatch(pattern, found.content.strip()), found.content
+        assert found.thinking.strip()
+        assert found.told["reason"] == reason
 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["chat", "messages"])
+@pytest.mark.parametrize("route", ["/chat/completions", "/messages"])
 def test_stop_strings_end_the_answer_alone(client: OpenAI, route: str) -> None:
-    root = str(client.base_url).removesuffix("/v1/")
-    said = [{"role": "user", "content": "Solve 3x+54=102 for x."}]
-    body: dict[str, Any] = {"model": "toy", "messages": said, "max_tokens": 400, "temperature": 0}
-    path = "/v1/messages" if route == "messages" else "/v1/chat/completions"
-    body |= {"stop_sequences" if route == "messages" else "stop": ["\n\n"]}
-    found: dict[bool, list[str]] = {}
-    for on in (True, False):
-        extra: dict[str, Any] = {"stop_policy": on}
-        if on:
-            extra |= {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 30}
-        reply = httpx.post(f"{root}{path}", json=body | {"vllm_xargs": extra}, timeout=300)
-        assert reply.status_code == 200, reply.text
-        told = reply.json()
-        if route == "chat":
-            message = told["choices"][0]["message"]
-            found[on] = [message["reasoning"] or "", message["content"] or ""]
-        else:
-            parts = {part["type"]: part for part in told["content"]}
-            thought, answer = parts.get("thinking", {}), parts.get("text", {})
-            found[on] = [thought.get("thinking", ""), answer.get("text", "")]
-    assert "\n\n" in found[True][0]
-    assert "\\boxed{" in found[True][1]
-    assert found[False][0]
-    assert "\n\n" not in found[False][0]  # which vLLM has cut
-    assert found[False][1] == ""
+    body: dict[str, Any] = {"stop_sequences" if route == "/messages" else "stop": ["\n\n"]}
+    on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 30}
+    found = ask(client, route, body | {"vllm_xargs": on})
+    assert "\n\n" in found.thinking
+    assert "\\boxed{" in found.content
+    cut = ask(client, route, body | {"vllm_xargs": {"stop_policy": False}})
+    assert cut.thinking
+    assert "\n\n" not in cut.thinking  # which vLLM has cut
+    assert cut.content == ""
 
 
 @needs_vllm
 @pytest.mark.slow
 def test_every_route_checks(client: OpenAI) -> None:
     root = str(client.base_url).removesuffix("/v1/")
-    said = [{"role": "user", "content": "Solve 3x+54=102 for x."}]
-    body: dict[str, Any] = {"model": "toy", "messages": said, "max_tokens": 8}
     for path in (
         "/invocations",
         "/v1/chat/completions",
         "/v1/messages",
         "/v1/chat/completions/batch",
     ):
-        good = body | ({"messages": [said]} if path.endswith("batch") else {})
+        said = [[ASK]] if path.endswith("batch") else [ASK]
+        good: dict[str, Any] = {"model": "toy", "messages": said, "max_tokens": 8}
         reply = httpx.post(f"{root}{path}", json=good, timeout=300)
         assert reply.status_code == 200, reply.text
         wrong = good | {"chat_template_kwargs": {"thinking_budget": 3}}
