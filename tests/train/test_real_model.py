@@ -23,8 +23,9 @@ from ospruner.eval.grading.boxed import extract_boxed
 from ospruner.formats import PLAIN
 from ospruner.train.label_sets import load_labels
 
+from ..own_process import needs_vllm
 from ..server_process import free_port, running_server
-from ..serving.vllm.test_server import ARGUMENTS, CPU, needs_vllm
+from ..serving.vllm.test_server import ARGUMENTS, CPU
 
 FOLDER = os.environ.get("OSPRUNER_SMOLLM2")
 pytestmark = [

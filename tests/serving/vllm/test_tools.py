@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ospruner.train.untrained import untrained
 
+from ...own_process import needs_vllm
 from .test_harmony import recites
-from .test_server import needs_vllm, serving, text
+from .test_server import serving, text
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
