@@ -3,6 +3,7 @@
     python benchmarks/serve.py [--quick] [--tuning layers] [--layers N] [--json FILE] [--seed N]
         [--before DIR --before-python FILE]
     python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
+    python benchmarks/serve.py --host-time
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
 all arms alike, ends a paragraph about every 40 tokens. Both engines run in this process, in turn,
@@ -11,6 +12,9 @@ stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 
 With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
 early by itself, as at a price.
+
+With `--host-time` no engine runs: it prints what the plug-in itself takes on the host of a step, at
+1 to 256 streams, without the arithmetic of the base and of the tail.
 
 Both engines take their steps in turn, each timed; of each step the least time of all rounds counts
 (`timing.paired_ratio`). What happens outside of the engines' steps is not counted.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +43,11 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import VISIBLE
+from ospruner.demo import POLICY
 from ospruner.demo.shipped import Reasoner
+from ospruner.serving.core import RowCore, ServedRow
+from ospruner.serving.requests import StopRequest
 from ospruner.train.label_sets import load_labels
 from ospruner.train.untrained import untrained
 
@@ -47,6 +56,7 @@ timing.vllm_on_a_cpu()
 
 STREAMS = 64
 WARM_UP_STEPS = 4
+HOST_STREAMS, HOST_STEPS, HOST_ROUNDS = (1, 16, 64, 256), 500, 8
 
 
 class Paragraphs(LogitsProcessor):
@@ -265,6 +275,60 @@ def measure(case: Case, rounds: int, dtype: str = "float32", key: str = "") -> d
     return {f"tokens_saved{key}": round(saved, 4), **found}
 
 
+class HostSteps:
+    """A server's streams as the plug-in follows them on the host, by a policy of every price.
+
+    A paragraph ends about every 40 tokens. Streams stop at budgets around 400 tokens, and others
+    come in their place once they have answered.
+    """
+
+    def __init__(self, streams: int, seed: int) -> None:
+        reasoner, self._draw = Reasoner(), random.Random(seed)
+        fmt, config = reasoner.token_format, OSPrunerConfig.from_pretrained(POLICY)
+        self._core = RowCore(config, fmt, StopRequest(budget(400), server=True), seed)
+        [self._prompt] = timing.reasoner_prompts(reasoner, 1, seed).values()
+        self._end_id, _ = breaks_of(fmt, len(fmt.texts))
+        self._word_id = next(i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE)
+        outputs = 1 if config.prices is None else 6
+        self._outputs = torch.randn(streams, outputs, generator=torch.Generator().manual_seed(seed))
+        self._logits = torch.zeros(streams, len(fmt.texts))
+        self._rows = [self._admitted() for _ in range(streams)]
+
+    def _admitted(self) -> ServedRow:
+        most = {"max_thinking_tokens": self._draw.randrange(200, 600)}
+        row = self._core.admit(most, self._prompt, ())
+        assert row is not None
+        return row
+
+    def __call__(self) -> float:
+        """The next step; its seconds."""
+        tokens = []
+        for row in self._rows:
+            chosen = self._end_id if self._draw.random() < 1 / 40 else self._word_id
+            tokens.append(row.row.forced[0] if row.row.forced else chosen)
+        began = time.perf_counter()
+        self._rows = [self._admitted() if one.complete else one for one in self._rows]
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.take(token)
+        if ended := [row for row in self._rows if row.row.at_boundary]:
+            self._core.decide(ended, self._outputs[: len(ended)])
+        self._core.shape(self._logits, enumerate(self._rows))
+        return time.perf_counter() - began
+
+
+def host_times(seed: int) -> dict[str, float]:
+    """Prints and returns the milliseconds of a step: its mean, in the fastest of some rounds."""
+    found = {}
+    for streams in HOST_STREAMS:
+        step = HostSteps(streams, seed)
+        rounds = [sum(step() for _ in range(HOST_STEPS)) / HOST_STEPS for _ in range(HOST_ROUNDS)]
+        found[f"host_ms_{streams}"] = ms = round(1e3 * min(rounds), 4)
+        print(
+            f"{streams:>4} streams: {ms:.3f} ms of a step, {1e3 * ms / streams:.1f} us of a stream"
+        )
+    return found
+
+
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     quick = "the random base alone, half as long, one round: three minutes"
@@ -280,7 +344,11 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
     parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
     parser.add_argument("--dtype", default="float32", help="with --policy: of its base")
+    parser.add_argument("--host-time", action="store_true", help="the plug-in's own, no engine")
     args = timing.parse(parser)
+    if args.host_time:
+        timing.print_last_line(host_times(args.seed), args.json)
+        return
     if args.policy and args.labels is None:
         parser.error("--policy needs --labels, whose prompts both engines are given")
     requests = args.requests or (STREAMS if args.policy else 2 * STREAMS)
