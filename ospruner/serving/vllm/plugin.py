@@ -32,9 +32,11 @@ class Defaults:
 
     Attributes:
         here: of the server, or the engine, that this process has made last.
+        config: of its policy.
     """
 
     here = StopRequest(None, server=True)
+    config: Any = None
 
     @staticmethod
     def of(vllm_config: Any) -> StopRequest:
@@ -66,8 +68,8 @@ class ServedPolicy:
                 "beside it, hence with no policy: leave --speculative-config out, or set "
                 "VLLM_USE_V2_MODEL_RUNNER=1"
             )
-        Defaults.here = Defaults.of(vllm_config)
-        Defaults.here.settle(model.hf_config)
+        Defaults.here, Defaults.config = Defaults.of(vllm_config), model.hf_config
+        Defaults.here.settle(Defaults.config)
         model.logits_processors = [*(model.logits_processors or ()), _PROCESSORS[v2]]
         parallel, structured = vllm_config.parallel_config, vllm_config.structured_outputs_config
         parallel.worker_extension_cls = parallel.worker_extension_cls or _WORKER_EXTENSION

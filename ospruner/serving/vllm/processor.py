@@ -61,6 +61,8 @@ class PolicyProcessor:
         extra, defaults = dict(params.extra_args or {}), Defaults.here
         extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
         request = StopRequest(extra)
+        if Defaults.config is not None:  # else this process has made no engine of a policy
+            request.check_price(Defaults.config)
         if params.structured_outputs is not None and "max_answer_tokens" in request.fields:
             raise ValueError(
                 f"max_answer_tokens is {request.fields['max_answer_tokens']}, but structured "

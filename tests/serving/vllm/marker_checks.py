@@ -13,7 +13,6 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
-from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
@@ -46,17 +45,36 @@ def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
     return make_policy(reasoner, folder, reasoning_format=form)
 
 
-def check_split(parser: type[Any], tokenizer: Any, text: str, *wanted: str | None) -> None:
-    """The thinking and the answer of a whole reply, and of one streamed in pieces."""
-    assert parser(tokenizer).extract_reasoning(text, None) == wanted
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    for width in (1, 3, len(ids) + 1):  # which cut markers
-        one, told = parser(tokenizer), ["", ""]
+Split = tuple[str | None, str | None, int]
+
+
+def replied(name: str, tokenizer: Any, prompt: list[int], text: str | list[int]) -> Split:
+    """Thinking, answer and the count of its tokens, as all routes split a reply to a prompt.
+
+    Whole, and streamed in pieces that cut markers.
+    """
+    register()
+    ids = text if isinstance(text, list) else tokenizer.encode(text, add_special_tokens=False)
+    text = str(tokenizer.decode(ids))
+    made_by_vllm: Any = ParserManager.get_parser(reasoning_parser_name=name, tokenizer=tokenizer)
+    request: Any = SimpleNamespace(include_reasoning=True, tool_choice="none", tools=None)
+    whole = made_by_vllm(tokenizer)
+    whole.set_prompt_token_ids(prompt)
+    thinking, answer, _ = whole.parse(text, request, model_output_token_ids=ids)
+    counted = whole.count_reasoning_tokens(ids)
+    for width in (1, 4, len(ids) or 1):
+        one, parts = made_by_vllm(tokenizer), []
         for at in range(0, len(ids), width):
-            piece = ids[at : at + width]
-            parts = one.split(str(tokenizer.decode(piece)), piece, at + width >= len(ids))
-            told = [said + part for said, part in zip(told, parts, strict=True)]
-        assert [said or None for said in told] == list(wanted)
+            delta, told = ids[at : at + width], prompt if at == 0 else None
+            end = at + width >= len(ids)
+            parts.append(
+                one.parse_delta(str(tokenizer.decode(delta)), delta, request, told, finished=end)
+            )
+        shown = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in shown) or None) == thinking
+        assert ("".join(part.content or "" for part in shown) or None) == answer
+        assert one.count_reasoning_tokens(ids) == counted
+    return thinking, answer, counted
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -105,7 +123,7 @@ def test_replies_are_split(
 ) -> None:
     made(reasoner, tmp_path, "marker")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    check_split(ThinkingParser, tokenizer, text, thinking, answer)
+    assert replied(PARSER, tokenizer, [], text)[:2] == (thinking, answer)
 
 
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
@@ -139,37 +157,7 @@ def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_pa
     plain.save_pretrained(tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     assert not ThinkingParser(tokenizer).adjust_request(request).skip_special_tokens
-    check_split(ThinkingParser, tokenizer, "[THINK]So 1.[/THINK] 5", "So 1.", " 5")
-    ids = tokenizer.encode("[THINK]1[/THINK]5", add_special_tokens=False)
-    assert ThinkingParser(tokenizer).count_reasoning_tokens(ids) == 1
-
-
-Split = tuple[str | None, str | None, int]
-
-
-def replied(name: str, tokenizer: Any, prompt: list[int], text: str | list[int]) -> Split:
-    """Thinking, answer and the count of its tokens, as all routes split a reply to a prompt."""
-    ids = text if isinstance(text, list) else tokenizer.encode(text, add_special_tokens=False)
-    text = str(tokenizer.decode(ids))
-    made_by_vllm: Any = ParserManager.get_parser(reasoning_parser_name=name, tokenizer=tokenizer)
-    request: Any = SimpleNamespace(include_reasoning=True, tool_choice="none", tools=None)
-    whole = made_by_vllm(tokenizer)
-    whole.set_prompt_token_ids(prompt)
-    thinking, answer, _ = whole.parse(text, request, model_output_token_ids=ids)
-    counted = whole.count_reasoning_tokens(ids)
-    for width in (1, 4, len(ids)):
-        one, parts = made_by_vllm(tokenizer), []
-        for at in range(0, len(ids), width):
-            delta, told = ids[at : at + width], prompt if at == 0 else None
-            end = at + width >= len(ids)
-            parts.append(
-                one.parse_delta(str(tokenizer.decode(delta)), delta, request, told, finished=end)
-            )
-        shown = [part for part in parts if part is not None]
-        assert ("".join(part.reasoning or "" for part in shown) or None) == thinking
-        assert ("".join(part.content or "" for part in shown) or None) == answer
-        assert one.count_reasoning_tokens(ids) == counted
-    return thinking, answer, counted
+    assert replied(PARSER, tokenizer, [], "[THINK]1[/THINK] 5") == ("1", " 5", 1)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -177,7 +165,6 @@ def test_what_follows_a_closed_thinking_is_content(
     reasoner: Reasoner, tmp_path: Path, own: bool
 ) -> None:
     """Thinking switched off, an answer prefilled, and thinking left open, by the prompt."""
-    register()
     if own:
         made(reasoner, tmp_path, "marker")
     else:
@@ -355,11 +342,6 @@ def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_it_is_registered() -> None:
-    register()
-    assert ReasoningParserManager.get_reasoning_parser(HARMONY_PARSER) is HarmonyThinkingParser
-
-
 @pytest.mark.parametrize(
     ("text", "thinking", "answer"),
     [
@@ -385,7 +367,7 @@ def test_harmony_is_split(
     tokenizer = copy.deepcopy(tiny_tokenizer)
     names = ("start", "channel", "constrain", "message", "end", "return", "call")
     tokenizer.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
-    check_split(HarmonyThinkingParser, tokenizer, text, thinking, answer)
+    assert replied(HARMONY_PARSER, tokenizer, [], text)[:2] == (thinking, answer)
 
 
 def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -131,6 +131,7 @@ def test_what_stops_is_named_as_vllm_chooses_its_runner(
     model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Defaults, "here", Defaults.here)
+    monkeypatch.setattr(Defaults, "config", None)
     for v2, own, defaults in ((False, None, {}), (True, ["a:B"], {"stop_policy": False})):
         config = started(model, use_v2_model_runner=v2, logits_processors=own)
         config.additional_config = {"ospruner": defaults}

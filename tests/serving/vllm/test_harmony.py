@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ospruner.formats import HARMONY
 from ospruner.train.untrained import untrained
 
 from ...own_process import needs_vllm
-from .test_server import serving, text
+from .test_server import ask, serving
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -89,27 +88,16 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_harmony_chat_is_stopped_and_split(
     client: OpenAI, extra: dict[str, Any], reason: str | None, thinking: str, answer: str | None
 ) -> None:
-    asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 24}
-    asked |= {"messages": [{"role": "user", "content": "2 + 3?"}]}
-    asked |= {"extra_body": {"vllm_xargs": extra | {"stop_id": str(reason)}}}
-    reply = client.chat.completions.create(**asked)
-    message: Any = reply.choices[0].message
-    print(reply.usage, message)
-    assert (message.reasoning, message.content) == (thinking, answer)
-    assert reply.choices[0].finish_reason == ("length" if reason is None else "stop")
-    assert reply.usage is not None
-    details = reply.usage.completion_tokens_details
-    assert details is not None
-    parts: list[Any] = [
-        part.choices[0] for part in client.chat.completions.create(**asked, stream=True)
-    ]
-    assert "".join(getattr(one.delta, "reasoning", None) or "" for one in parts) == thinking
-    assert ("".join(one.delta.content or "" for one in parts) or None) == answer
+    said: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+    body = {"messages": said, "max_tokens": 24, "vllm_xargs": extra}
+    found = ask(client, "/chat/completions", body)
+    assert (found.thinking, found.content) == (thinking, answer or "")
+    assert found.ended == ("length" if reason is None else "stop")
+    assert ask(client, "/chat/completions", body, stream=True) == found
     if reason is not None:
-        told = json.loads(text(client, f"/ospruner/stops/{reason}"))
-        assert told["reason"] == reason
+        assert found.told["reason"] == reason
         # The record counts the header, usage what is written under it.
-        assert told["thinking_tokens"] == (details.reasoning_tokens or 0) + 3
+        assert found.told["thinking_tokens"] == found.counted + 3
 
 
 def test_tools_are_refused_by_name(client: OpenAI) -> None:

@@ -114,6 +114,7 @@ class Reply(NamedTuple):
     content: str
     counted: int
     told: dict[str, Any]  # how the thinking ended, where the policy is on
+    ended: str  # why the text ended, of a chat
 
 
 def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) -> Reply:
@@ -133,12 +134,13 @@ def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) 
         parts = [one["response"] for one in parts if one["type"] == "response.completed"]
     usage = next((one["usage"] for one in reversed(parts) if one.get("usage")), {})
     counted = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
-    thinking = content = ""
+    thinking = content = ended = ""
     for part in parts:
         for choice in part.get("choices", []):
             message = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
             thinking += message.get("reasoning") or ""
             content += message.get("content") or ""
+            ended = choice.get("finish_reason") or ended
         for item in part.get("output", []):  # of responses
             texts = "".join(one["text"] for one in item["content"])
             thinking += texts if item["type"] == "reasoning" else ""
@@ -147,7 +149,7 @@ def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) 
         for block in part.get("content", [delta] if isinstance(delta, dict) else []):  # Anthropic's
             thinking += block.get("thinking", "")
             content += block.get("text", "")
-    return Reply(thinking, content, counted.get("reasoning_tokens") or 0, told[0])
+    return Reply(thinking, content, counted.get("reasoning_tokens") or 0, told[0], ended)
 
 
 SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
