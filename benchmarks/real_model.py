@@ -1,7 +1,8 @@
 """Labels, trains and compares on a pretrained model, by one command.
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
-        [--share 0.25] [--dtype bfloat16] [--engine vllm] [--only-labels] [--json FILE]
+        [--problems 800 200 300 60] [--dtype bfloat16] [--engine vllm] [--only labels]
+        [--studies curve tails paper] [--json FILE]
     python benchmarks/real_model.py --base runs/thinker --out runs/thinks --files DIR
         --format deepseek-r1 --prompt default --exclude runs/thinker/problems.jsonl
 
@@ -12,14 +13,18 @@ These commands run one after the other, each as one would type it; all of them a
 
     ospruner label        GSM8K's train problems (800 to train on, 200 for validation), 300 of its
                           test problems, 60 of MATH-500
-    ospruner train        one policy of every price, and the baselines on the same pass of the base
+    ospruner train        one policy of every price (of so many seeds), and the baselines on the
+                          same pass of the base
     ospruner compare      whole methods and fixed thresholds; --online, seconds in transformers
     benchmarks/serve.py   seconds in vLLM; engines.py, what each engine labels a second
 
+`--studies` adds: `curve`, policies of fewer labelled problems; `tails`, the head alone, one layer,
+four, whole layers; `paper`, a policy for each price as the paper trains it.
+
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
-while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
-that share of each number of problems; a larger one later goes on from the smaller. The base runs
-once over each set of labels: its states are kept for all methods and evaluations (`--states`).
+while their labels and policies are the same. Seconds are added up over all runs. `--problems` says
+how many of each set (0: none of it); more of them later go on from the fewer. The base runs once
+over each set of labels: its states are kept for all methods and evaluations (`--states`).
 
 Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, top-p would sort its
 152,000 logits for each row and token, a fifth of the time.
@@ -37,21 +42,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timing
 
 from ospruner.provenance import hash_files, read_provenance
+from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.statistics import stats_of
 
 PROBLEMS = {
-    "train": ("gsm8k", "train[:6000]", "gsm8k_train", 800),
-    "validation": ("gsm8k", "train[6000:]", "gsm8k_train", 200),
-    "gsm8k": ("gsm8k", "test", "gsm8k_test", 300),
-    "math500": ("math500", None, "math500", 60),
+    "train": ("gsm8k", "train[:6000]", "gsm8k_train"),
+    "validation": ("gsm8k", "train[6000:]", "gsm8k_train"),
+    "gsm8k": ("gsm8k", "test", "gsm8k_test"),
+    "math500": ("math500", None, "math500"),
 }
-"""Of each set of labels: dataset, split, local file, number of problems."""
+"""Of each set of labels: dataset, split, local file."""
+FRACTIONS = tuple(k / 20 for k in range(1, 21))
+TENTHS = (0.1, 0.5, 0.9)
 
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
+CURVE = (50, 100, 200, 400)
+"""Labelled problems that the policies of the study "curve" learn from."""
+TAILS: dict[str, dict[str, Any]] = {
+    "head": {"layers": 0},
+    "queries-1": {"layers": 1},
+    "queries-4": {"layers": 4},
+    "layers-2": {"tuning": "layers"},
+}
+PAPER = {"head": "fixed", "tuning": "layers", "average": 0, "prices": "auto", "num_train_epochs": 1}
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
@@ -69,9 +87,10 @@ class Commands:
         self.file = self.out / "commands.json"
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
-    def count(self, number: int) -> int:
-        """That share of a number of problems which was asked for."""
-        return max(1, round(self.args.share * number))
+    @property
+    def sets(self) -> dict[str, int]:
+        """How many problems are asked for of each set of labels that is asked for."""
+        return {name: n for name, n in zip(PROBLEMS, self.args.problems, strict=True) if n}
 
     def run(
         self, name: str, *words: object, depends_on: Sequence[Path] = (), **fields: Any
@@ -110,9 +129,10 @@ class Commands:
 
 
 def label(commands: Commands) -> None:
-    """Labels the four sets of problems."""
+    """Labels the sets of problems."""
     args = commands.args
-    for name, (dataset, split, file, count) in PROBLEMS.items():
+    for name, count in commands.sets.items():
+        dataset, split, file = PROBLEMS[name]
         commands.run(
             f"label {name}",
             *("ospruner", "label", "--base", args.base, "--dataset", dataset),
@@ -127,72 +147,102 @@ def label(commands: Commands) -> None:
             seed=args.seed,
             batch_size=96,
             dtype=args.dtype,
-            limit=commands.count(count),
+            limit=count,
             split=split,
             files=args.files and args.files / f"{file}.jsonl.gz",
             exclude=args.exclude,
         )
 
 
-def train(commands: Commands) -> None:
-    """Trains the policy of every price and the baselines, on one pass of the base each."""
-    labels = commands.labels
-    for name in ("price", *BASELINES):
-        commands.run(
-            f"train {name}",
-            *("ospruner", "train", "--labels", labels / "train"),
-            *("--validation", labels / "validation", "--out", commands.out / "policies" / name),
-            depends_on=[labels / split / "manifest.json" for split in ("train", "validation")],
-            base=commands.args.base,
-            num_train_epochs=8,
-            learning_rate=1e-5,
-            head_learning_rate=1e-4,
-            batch_size=16,
-            seed=commands.args.seed,
-            states=commands.out / "states",
-            method=None if name == "price" else name,
-        )
+def train_one(commands: Commands, name: str, seed: int, **fields: Any) -> Path:
+    """Trains a policy, on states of the base that all policies of its tail share; its folder."""
+    labels, out = commands.labels, commands.out / "policies" / name
+    settings: dict[str, Any] = {
+        "base": commands.args.base,
+        "seed": seed,
+        "states": commands.out / "states",
+    }
+    commands.run(
+        f"train {name}",
+        *("ospruner", "train", "--labels", labels / "train"),
+        *("--validation", labels / "validation", "--out", out),
+        depends_on=[labels / split / "manifest.json" for split in ("train", "validation")],
+        **settings | fields,
+    )
+    return out
 
 
-def compare(commands: Commands) -> None:
+def train(commands: Commands) -> list[Path]:
+    """Trains the policies of every price and the baselines."""
+    first = commands.args.seed
+    seeds = range(first, first + commands.args.seeds)
+    ours = [train_one(commands, f"price-{seed}", seed) for seed in seeds]
+    return ours + [train_one(commands, name, first, method=name) for name in BASELINES]
+
+
+def studies(commands: Commands) -> None:
+    """Each study's policies, each compared on its own on the first set of test problems."""
+    args, limit = commands.args, commands.sets["train"]
+    wanted: dict[str, dict[str, Any]] = {}
+    if "curve" in args.studies:
+        wanted |= {f"curve/{n}": {"limit": n} for n in CURVE if n < limit}
+    if "tails" in args.studies:
+        wanted |= {f"tails/{name}": fields for name, fields in TAILS.items()}
+    if "paper" in args.studies:
+        wanted["paper/annealed"] = PAPER
+    for name, fields in wanted.items():
+        policy = train_one(commands, name, args.seed, **fields)
+        compare_one(commands, f"studies/{name}", "gsm8k", [policy], [])
+
+
+def compare_one(
+    commands: Commands, out: str, test: str, policies: Sequence[Path], rules: Sequence[str]
+) -> None:
+    """Compares policies and rules on a set of test problems, chosen on validation."""
+    labels, kept = commands.labels, commands.out / out
+    manifests = [labels / name / "manifest.json" for name in ("validation", test)]
+    commands.run(
+        out,
+        *("ospruner", "compare", labels / test, *policies, *rules),
+        *("--choose-on", labels / "validation", "--base", commands.args.base),
+        *("--prices", "all", "--states", commands.out / "states", "--out", kept),
+        *("--json", kept / "numbers.json"),
+        depends_on=[*(policy / "run.json" for policy in policies), *manifests],
+        rewards_at=GAPS,
+        train=labels / "train",
+        benchmark=test,
+    )
+
+
+def compare(commands: Commands, policies: Sequence[Path]) -> None:
     """Whole methods, and rules at fixed thresholds, on the test problems."""
-    labels, policies = commands.labels, commands.out / "policies"
-    manifests = [labels / name / "manifest.json" for name in PROBLEMS]
-    inputs = [*sorted(policies.glob("*/run.json")), *manifests]
     free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
-    for name in ("gsm8k", "math500"):
-        for kind, rules in (("frontier", ("rules",)), ("replay", free)):
-            out = commands.out / kind / name
-            commands.run(
-                f"{kind} {name}",
-                *("ospruner", "compare", labels / name, *sorted(policies.iterdir()), *rules),
-                *("--choose-on", labels / "validation", "--base", commands.args.base),
-                *("--prices", "all", "--states", commands.out / "states", "--out", out),
-                *("--json", out / "numbers.json"),
-                depends_on=inputs,
-                rewards_at=GAPS,
-                train=labels / "train",
-                benchmark=name,
-            )
+    for test in [name for name in commands.sets if name not in ("train", "validation")]:
+        compare_one(commands, f"frontier/{test}", test, policies, ["rules"])
+        compare_one(commands, f"replay/{test}", test, policies, free)
 
 
 def seconds(commands: Commands) -> None:
     """Seconds, in vLLM and in transformers; and what each engine does a second while it labels."""
-    args, policy, labels = commands.args, commands.out / "policies/price", commands.labels / "gsm8k"
+    args, policy, labels = (
+        commands.args,
+        commands.out / f"policies/price-{commands.args.seed}",
+        commands.labels / "gsm8k",
+    )
     for name in ("served", "engines"):
         (commands.out / name).mkdir(exist_ok=True)
     commands.run(
         "served gsm8k",
         *("serve.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
         *("--dtype", args.dtype, "--tokens", args.max_tokens + 64),
-        *("--requests", commands.count(64), "--json", commands.out / "served" / "numbers.json"),
+        *("--requests", 64, "--json", commands.out / "served" / "numbers.json"),
         depends_on=[policy / "run.json"],
     )
     online = commands.out / "online"
     commands.run(
         "online gsm8k",
         *("ospruner", "compare", labels, policy, "--online", "--base", args.base),
-        *("--limit", commands.count(16), "--samples", 1, "--seed", args.seed),
+        *("--limit", 16, "--samples", 1, "--seed", args.seed),
         *("--out", online, "--json", online / "numbers.json"),
         depends_on=[labels / "manifest.json", policy / "run.json"],
         batch_problems=8,
@@ -202,21 +252,47 @@ def seconds(commands: Commands) -> None:
     commands.run(
         "engines",
         *("engines.py", "--base", args.base, "--dataset", *asked, "--format", args.format),
-        *("--prompt", args.prompt, "--limit", commands.count(32), "--seed", args.seed),
+        *("--prompt", args.prompt, "--limit", 32, "--seed", args.seed),
         *("--arms", *ARMS, "--json", commands.out / "engines" / "numbers.json"),
     )
+
+
+def shape_of(labels: Path) -> dict[str, Any]:
+    """How the traces of a set of labels run: lengths, and when their answers are right."""
+    rows = read_labels(labels)
+    ends = [np.array(row) for row in rows["step_ends"]]
+    right = [np.array([grade or 0.0 for grade in row]) for row in rows["forced_correct"]]
+    wrong = [(r >= 0.5).any() and r[-1] < 0.5 for r in right]
+    pairs = list(zip(ends, right, strict=True))
+    first = [e[r >= 0.5][0] / e[-1] for e, r in pairs if (r >= 0.5).any()]
+    taken = np.array([[r[e <= share * e[-1]][-1:].sum() for share in FRACTIONS] for e, r in pairs])
+    steps = np.concatenate([np.diff(row, prepend=0) for row in ends])
+
+    def tenths(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+        return {str(q): float(np.quantile(values, q)) for q in TENTHS} if len(values) else {}
+
+    return {
+        "right_then_wrong": float(np.mean(wrong)),
+        "fractions": list(FRACTIONS),
+        "accuracy_by_fraction": taken.mean(0).tolist(),
+        "first_right_fraction": tenths(first),
+        "steps_per_trace": tenths([len(row) for row in ends]),
+        "tokens_per_trace": tenths([row[-1] for row in ends]),
+        "tokens_per_step": tenths(steps),
+        "closed": float(np.mean([ended == "natural" for ended in rows["ended"]])),
+    }
 
 
 def collect(commands: Commands) -> dict[str, Any]:
     """Everything that was measured, as one JSON object."""
     out, labels = commands.out, commands.labels
     manifest = json.loads((labels / "train" / "manifest.json").read_text("utf-8"))
-    records = {name: vars(read_provenance(labels / name)) for name in PROBLEMS}
+    records = {name: vars(read_provenance(labels / name)) for name in commands.sets}
     found: dict[str, Any] = {
         "commands": commands.kept,
         "seed": commands.args.seed,
         "label_settings": manifest["settings"],
-        "problems": {name: stats_of(labels / name) for name in PROBLEMS},
+        "problems": {n: stats_of(labels / n) | shape_of(labels / n) for n in commands.sets},
         "made_by": {name: {key: of[key] for key in MADE_BY} for name, of in records.items()},
     }
     for file in sorted(out.glob("*/**/numbers.json")):
@@ -225,7 +301,7 @@ def collect(commands: Commands) -> dict[str, Any]:
         if kind in ("served", "engines"):
             found[kind] = numbers
         else:
-            found.setdefault(kind, {})[name[0] if name else "gsm8k"] = numbers
+            found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers
     return found
 
 
@@ -236,8 +312,17 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
-    parser.add_argument("--share", type=float, default=1.0, help="of the problems")
-    parser.add_argument("--only-labels", action="store_true", help="leave out what follows them")
+    parser.add_argument(
+        "--problems",
+        type=int,
+        nargs=4,
+        default=[800, 200, 300, 60],
+        metavar=("TRAIN", "VALIDATION", "GSM8K", "MATH"),
+        help="how many of each set",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="of training, for our policy")
+    parser.add_argument("--studies", nargs="+", choices=("curve", "tails", "paper"), default=[])
+    parser.add_argument("--only", choices=("labels", "replay"), help="end after these")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")
     parser.add_argument("--dtype", default="auto", help="of the base: bfloat16 where it is fast")
@@ -246,9 +331,10 @@ def main() -> None:
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
     commands = Commands(timing.parse(parser))
     label(commands)
-    if not commands.args.only_labels:
-        train(commands)
-        compare(commands)
+    if commands.args.only != "labels":
+        compare(commands, train(commands))
+        studies(commands)
+    if commands.args.only is None:
         seconds(commands)
     timing.print_last_line(collect(commands), commands.args.json)
 

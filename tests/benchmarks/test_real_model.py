@@ -38,7 +38,8 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
     arguments = ["--base", str(FOLDER), "--out", str(tmp_path / "run"), "--files", str(files)]
     learnt = tmp_path / "learnt.jsonl"
     learnt.write_text(json.dumps({"problem": "What is 0 + 8?", "answer": "8"}) + "\n")
-    arguments += ["--max-tokens", "250", "--share", "0.04", "--exclude", str(learnt)]
+    arguments += ["--max-tokens", "250", "--problems", "32", "8", "12", "2"]
+    arguments += ["--exclude", str(learnt)]
     found, printed = run_script("real_model.py", *arguments)
     assert {name: stats["traces"] for name, stats in found["problems"].items()} == {
         "train": 32,
