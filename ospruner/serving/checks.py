@@ -40,10 +40,7 @@ Works = Mapping[str, tuple[tuple[Any, ...], str]]
 def check_settings(settings: object, works: Works, engine: str) -> None:
     """Refuses an engine in which a policy would be silently wrong, or was never thought of.
 
-    Args:
-        settings: the engine's own; a name in `works` may have dots.
-        works: with which values a policy works.
-        engine: as it calls itself.
+    Its `settings` hold each name in `works`, which may have dots.
     """
     for name, (allowed, advice) in works.items():
         value = attrgetter(name)(settings)
@@ -56,23 +53,14 @@ def check_settings(settings: object, works: Works, engine: str) -> None:
 
 def check_policy(
     config: OSPrunerConfig,
-    policy: str,
-    engine: str,
-    unfit: str | None,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    weights: bool = True,
+    policy: str,  # its folder or Hub id
+    engine: str,  # as it calls itself
+    unfit: str | None,  # why it cannot run the policy on its base; None if it can
+    revision: str | None = None,  # of the policy's repository
+    download_dir: str | None = None,  # of the engine's; None for the Hub's own cache
+    weights: bool = True,  # whether the engine will read any
 ) -> None:
     """Refuses a policy that no engine stops with, that does not fit its base, or that is broken.
-
-    Args:
-        config: the policy's.
-        policy: its folder or Hub id.
-        engine: as it calls itself.
-        unfit: why the engine cannot run the policy on its base; None if it can.
-        revision: of the policy's repository.
-        download_dir: where the engine keeps repositories; None for the Hub's own cache.
-        weights: whether the engine will read any.
 
     Raises:
         ValueError: naming what does not fit and what to do; or see `read_tensors`.
@@ -114,10 +102,6 @@ def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None
     """Refuses a pinned base of other weights than the policy's, by their fingerprints.
 
     A quantised base's are not compared: they may be another version of the same weights.
-
-    Args:
-        config: the policy's.
-        download_dir: where the engine keeps repositories; None for the Hub's own cache.
     """
     where, revision = config.base_model_name_or_path, config.base_revision
     if quantisation(config) is None:
@@ -134,10 +118,6 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
 
 def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
     """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
-
-    Args:
-        weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
-        config: the policy's; one without adapters stays as it is.
 
     Yields:
         All tensors but the adapters', and after them the tail's.
@@ -161,10 +141,11 @@ def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
             if name.startswith(theirs):
                 copied[ours + name.removeprefix(theirs)] = tensor
         yield name, tensor
-    for name in [name for name in adapters if ".lora_A." in name]:
-        down = adapters[name]  # (r, in)
+    for name, down in adapters.items():  # (r, in)
+        module, found, _ = name.partition(".lora_A.")
+        if not found:
+            continue
         up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
-        module = name.partition(".lora_A.")[0]
         weight = copied.get(f"{module}.weight")
         if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
             raise ValueError(

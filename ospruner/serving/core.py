@@ -204,29 +204,19 @@ class RowCore:
 
     def admit(
         self,
-        extra: Mapping[str, Any] | None,
-        prompt_ids: Sequence[int],
-        stop_ids: Iterable[int],
-        end_id: int | None = None,
-        text: int = 0,
-        least_tokens: int = 0,
-        excluded: str | None = None,
-        ends: bool = True,
+        extra: Mapping[str, Any] | None,  # its keys, among others
+        prompt_ids: Sequence[int],  # without padding
+        stop_ids: Iterable[int],  # that end it, beside the tokenizer's own end of text
+        end_id: int | None = None,  # ends it once its answer is complete; None: that end of text
+        text: int = 0,  # which one it is of several of one prompt; with a seed only
+        least_tokens: int = 0,  # of its text, before which it does not end, and nothing stops it
+        excluded: str | None = None,  # what of it, in the engine's words, excludes the policy
+        ends: bool = True,  # whether the tokenizer's end of text ends it
     ) -> ServedRow | None:
         """Takes in a request that comes; None for one that is not stopped.
 
-        Under a grammar the thinking is stopped, and the answer is the grammar's: no box is forced.
-
-        Args:
-            extra: its keys, among others.
-            prompt_ids: its prompt, without padding.
-            stop_ids: tokens that end it, beside the tokenizer's own.
-            end_id: the one that ends it once its answer is complete; None for the tokenizer's.
-            text: which one it is of several texts of one prompt, from 0; with a seed only.
-            least_tokens: of its text, before which it does not end; nothing stops it before.
-            excluded: what of it, in the engine's own words, the policy does not go together with;
-                `GRAMMAR` where it does if the format lets it.
-            ends: whether the tokenizer's own end of text ends it, as it mostly does.
+        Under a grammar (`excluded` is `GRAMMAR`) the thinking is stopped where the format lets it,
+        and the answer is the grammar's: no box is forced.
         """
         try:
             asked = StopRequest(extra)
@@ -267,11 +257,9 @@ class RowCore:
         )
 
     def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:
-        """Decides on rows whose last tokens have ended a step, each at its own price.
+        """Decides on K rows whose last tokens have ended a step, each at its own price.
 
-        Args:
-            rows: K of them.
-            outputs: (K, 1 or 6), of the head at their last tokens.
+        There the head's outputs are (K, 1 or 6).
         """
         outputs = outputs.float().cpu()  # the one wait for the device
         logits = outputs[:, 0]

@@ -24,15 +24,12 @@ def engine_options(arguments: Sequence[str]) -> Namespace:
 
 
 def served_policy(
-    policy: str, asked: StopRequest, arguments: Sequence[str], ours: Sequence[str]
+    policy: str,  # its folder or Hub id
+    asked: StopRequest,  # the server's defaults, which what the policy promises is put into
+    arguments: Sequence[str],  # the engine's own
+    ours: Sequence[str],  # options that `ospruner serve` sets
 ) -> OSPrunerConfig:
     """The configuration of a policy that is to be served; what that is, is printed.
-
-    Args:
-        policy: its folder or Hub id.
-        asked: the server's defaults, which what the policy promises is put into.
-        arguments: the engine's own.
-        ours: options that `ospruner serve` sets.
 
     Raises:
         ValueError: no policy, wrong defaults, or an option that is set here.

@@ -93,9 +93,7 @@ _DEEPEST = 4  # of settings within settings
 def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Our keys and budgets of thinking in a body over HTTP, by dotted names, where nobody reads.
 
-    Args:
-        body: what was sent.
-        read: the names of what is read, with all that it holds.
+    What is `read`, by such names, is left out with all that it holds.
     """
     found: list[str] = []
 
@@ -306,13 +304,7 @@ class StopRequest:
         return self._in_keys(lambda: StopPolicyConfig(**fields).with_defaults(config))
 
     def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
-        """Refuses tools beside an answer that is forced into a box, which no call would fit in.
-
-        Args:
-            tools: those that are offered.
-            choice: which may be called.
-            defaults: the server's.
-        """
+        """Refuses tools beside an answer that is forced into a box, which no call would fit in."""
         settings = self.settings(defaults)
         # With another choice than "auto" a grammar holds, under which the policy does not stop.
         if tools and choice == "auto" and settings is not None and settings.answer == "forced":
@@ -325,9 +317,7 @@ class StopRequest:
     def settings(self, defaults: StopRequest, least_tokens: int = 0) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off.
 
-        Args:
-            defaults: the server's.
-            least_tokens: before which the request does not end, by the engine's own setting.
+        Before `least_tokens` the request does not end, by the engine's own setting.
 
         Raises:
             ValueError: the request's own budget is below `least_tokens`.
@@ -359,11 +349,6 @@ class StopRequest:
         """The keys with an engine's own budget as theirs; None where the policy is off.
 
         Where the request or the server has a budget of thinking tokens, too, the lower one holds.
-
-        Args:
-            extra: the request's keys, and others.
-            budget: the engine's.
-            defaults: the server's.
         """
         settings = self.settings(defaults)
         if settings is None:

@@ -28,10 +28,8 @@ def vllm_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command of a server, and what its environment needs beside this one.
 
-    Args:
-        policy: folder or Hub id of a policy.
-        defaults: for requests that don't say otherwise, by their keys.
-        arguments: the engine's own, such as `--port 8000`.
+    It serves a policy, by folder or Hub id, with defaults of requests by their keys, and with the
+    engine's own arguments, such as `--port 8000`.
 
     Raises:
         ValueError: no policy, wrong defaults, or an argument that is set here.
@@ -91,6 +89,6 @@ def _plugins() -> list[str]:
         found = set(filter(None, allowed.split(",")))
     else:
         groups = {one for one in entry_points().groups if one.startswith("vllm.")}
-        groups -= {"vllm.endpoint_plugins"}
+        groups.discard("vllm.endpoint_plugins")
         found = {one.name for group in groups for one in entry_points(group=group)}
     return sorted(found | {"ospruner", "ospruner_stops"})
