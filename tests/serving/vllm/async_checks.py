@@ -15,13 +15,15 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.runner_v1 import V1Processor
 
 from .plugin_checks import (
     NEVER,
     TIGHT,
+    Prompts,
+    Texts,
     check_stops,
     environment,
     greedy,
@@ -64,7 +66,7 @@ def scheduled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plain(reasoner: Reasoner, mixed: list[list[int]]) -> Iterator[list[list[list[int]]]]:
+def plain(reasoner: Reasoner, mixed: Prompts) -> Iterator[Texts]:
     """What vLLM gives without us."""
     llm = start(reasoner.folder, **TIGHT)
     yield run(llm, mixed, greedy())
@@ -72,10 +74,7 @@ def plain(reasoner: Reasoner, mixed: list[list[int]]) -> Iterator[list[list[list
 
 
 def test_preempted_requests_go_on_as_they_were(
-    plain: list[list[list[int]]],
-    model: OSPrunerForCausalLM,
-    mixed: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    plain: Texts, model: Policy, mixed: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
     came_back = []

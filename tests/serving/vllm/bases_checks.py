@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import SamplingParams
 from vllm.compilation.counter import compilation_counter
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
@@ -81,12 +81,12 @@ def random_base(base_type: str, **sizes: Any) -> PreTrainedModel:
 
 
 @pytest.fixture
-def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerForCausalLM]]:
+def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
     """Makes a random base and a policy on it, saved in `tmp_path`."""
 
     def made(
         base_type: str, num_layers: int, tuning: str = "layers", adapter_rank: int = 0
-    ) -> OSPrunerForCausalLM:
+    ) -> Policy:
         torch.manual_seed(0)
         base = random_base(base_type).eval()
         with torch.no_grad():
@@ -112,7 +112,7 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
     gc.collect()
 
 
-def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: Any) -> None:
+def check(model: Policy, folder: Path, count: int = 12, **further: Any) -> None:
     """Tokens as plain vLLM's, probabilities as transformers', of so many prompts."""
     fmt = model.token_format
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
@@ -157,29 +157,25 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
 
 @pytest.mark.parametrize("base_type", BASES)
 @pytest.mark.parametrize("num_layers", [2, 0, 3])
-def test_base(
-    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str, num_layers: int
-) -> None:
+def test_base(make: Callable[..., Policy], tmp_path: Path, base_type: str, num_layers: int) -> None:
     check(make(base_type, num_layers), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("base_type", "tuning"), [("llama", "layers"), ("qwen3_moe", "layers"), ("qwen3", "queries")]
 )
-def test_adapters(
-    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str, tuning: str
-) -> None:
+def test_adapters(make: Callable[..., Policy], tmp_path: Path, base_type: str, tuning: str) -> None:
     """Merged where they are loaded, into copies of the base's layers."""
     check(make(base_type, 2, tuning, adapter_rank=4), tmp_path)
 
 
 @pytest.mark.parametrize("base_type", BASES)
-def test_queries(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+def test_queries(make: Callable[..., Policy], tmp_path: Path, base_type: str) -> None:
     """Sinks, windows, norms of keys and experts: on the base's pages, where steps end."""
     check(make(base_type, 2, "queries"), tmp_path)
 
 
-def test_queries_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
+def test_queries_compiled(make: Callable[..., Policy], tmp_path: Path) -> None:
     """The base in vLLM's compiled graph, the tail as it is."""
     check(make("gemma3_text", 2, "queries"), tmp_path, enforce_eager=False)
     counter = compilation_counter  # the cache may hold what an earlier test compiled
@@ -187,22 +183,20 @@ def test_queries_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Pa
 
 
 @pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])
-def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+def test_compiled(make: Callable[..., Policy], tmp_path: Path, base_type: str) -> None:
     """The base in vLLM's compiled graph, the tail in one of its own."""
     check(make(base_type, 2), tmp_path, count=64, enforce_eager=False)
     assert compilation_counter.num_models_seen == 3  # plain; base and tail
 
 
 def test_two_tensor_parallel_ranks(
-    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     check(make("qwen2", 2), tmp_path, tensor_parallel_size=2)
 
 
-def test_a_base_of_other_weights_is_refused(
-    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path
-) -> None:
+def test_a_base_of_other_weights_is_refused(make: Callable[..., Policy], tmp_path: Path) -> None:
     """Its sizes are those that the policy needs; its final norm tells."""
     base = make("qwen2", 2).base
     base.model.norm.weight.data.mul_(1.1)

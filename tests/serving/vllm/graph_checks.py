@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from ospruner.serving.vllm.model import OSPrunerVLLM
 
 from .plugin_checks import (
     NEVER,
     TIGHT,
+    Prompts,
+    Texts,
     check_stops,
     environment,
     greedy,
@@ -83,7 +85,7 @@ def _record(worker: Any) -> Recorded:
 
 
 def test_the_forward_is_recorded_once_and_replayed(
-    plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+    plain: Texts, model: Policy, mixed: Prompts
 ) -> None:
     served = start_policy(model.config._name_or_path, **TIGHT)
     recorded: Recorded = served.collective_rpc(_record)[0]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3
@@ -39,7 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
+def made(reasoner: Reasoner, folder: Path, name: str) -> Policy:
     """A policy whose format takes the reasoner's own last words for the end of its thinking."""
     form = replace(reasoner.token_format.format, **FORMS[name])
     return make_policy(reasoner, folder, reasoning_format=form)

@@ -17,13 +17,16 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.stopping_ospruner import Phase
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.processor import PolicyProcessor
 
 from .plugin_replay import check_record, make_policy, make_prompts, replay
+
+Prompts = list[list[int]]
+Texts = list[list[list[int]]]  # of each prompt
 
 # Chunked prefill, prefix caching, and too little room for all: requests are preempted.
 TIGHT = {"max_num_batched_tokens": 96, "max_num_seqs": 24, "num_gpu_blocks_override": 56}
@@ -46,7 +49,7 @@ def start_policy(folder: Path | str, **further: Any) -> LLM:
 
 def run(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
-) -> list[list[list[int]]]:
+) -> Texts:
     """The token ids of each prompt's texts."""
     asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -70,7 +73,7 @@ def record(llm: LLM, name: str) -> dict[str, Any]:
 
 def check_stops(
     llm: LLM,
-    model: OSPrunerForCausalLM,
+    model: Policy,
     prompts: Sequence[Sequence[int]],
     extras: Sequence[dict[str, Any]],
     ahead: bool = False,
@@ -105,12 +108,12 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
-def mixed(reasoner: Reasoner) -> list[list[int]]:
+def mixed(reasoner: Reasoner) -> Prompts:
     """36 prompts of different lengths, some of them twice, some with a long common prefix."""
     prompts = make_prompts(reasoner, 24)
     shared = [token for prompt in prompts[:3] for token in prompt]
@@ -118,7 +121,7 @@ def mixed(reasoner: Reasoner) -> list[list[int]]:
 
 
 @functools.cache  # for all modules of a process
-def written(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> list[list[list[int]]]:
+def written(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> Texts:
     """What vLLM gives without us."""
     llm = start(folder, **TIGHT)
     texts = run(llm, prompts, [greedy(ignore_eos=i % 5 == 0) for i in range(len(prompts))])
@@ -128,17 +131,17 @@ def written(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> list[list[lis
 
 
 @pytest.fixture(scope="module")
-def plain(environment: None, reasoner: Reasoner, mixed: list[list[int]]) -> list[list[list[int]]]:
+def plain(environment: None, reasoner: Reasoner, mixed: Prompts) -> Texts:
     return written(reasoner.folder, tuple(map(tuple, mixed)))
 
 
 @pytest.fixture(scope="module")
-def served(plain: list[list[list[int]]], model: OSPrunerForCausalLM) -> LLM:
+def served(plain: Texts, model: Policy) -> LLM:
     return start_policy(model.config._name_or_path, reasoning_parser="ospruner", **TIGHT)
 
 
 def test_a_policy_that_never_fires_changes_nothing(
-    served: LLM, plain: list[list[list[int]]], mixed: list[list[int]]
+    served: LLM, plain: Texts, mixed: Prompts
 ) -> None:
     extras: list[dict[str, Any] | None] = [NEVER | {"stop_answer": "free"}]
     extras += [{"stop_policy": False}, None]
@@ -149,9 +152,7 @@ def test_a_policy_that_never_fires_changes_nothing(
     assert counts["vllm:prefix_cache_hits"].value > 0
 
 
-def test_stops_where_generate_would(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
-) -> None:
+def test_stops_where_generate_would(served: LLM, model: Policy, mixed: Prompts) -> None:
     extras = [
         {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i}
         | ({"stop_answer": "free"} if i % 4 == 3 else {})
@@ -164,9 +165,7 @@ def test_stops_where_generate_would(
     assert min(reasons[reason] for reason in ("policy", "budget", "natural")) > 0
 
 
-def test_a_natural_end_gets_the_box_too(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
-) -> None:
+def test_a_natural_end_gets_the_box_too(served: LLM, model: Policy, mixed: Prompts) -> None:
     fmt = model.token_format
     forced = fmt.forced_suffix()
     for [ids] in run(served, mixed[:8], greedy(NEVER, max_tokens=800)):
@@ -178,7 +177,7 @@ def test_a_natural_end_gets_the_box_too(
 
 
 def test_several_texts_of_one_prompt_stop_on_their_own(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, model: Policy, mixed: Prompts
 ) -> None:
     """The same text over and over, so that only the draws differ: they are independent."""
     outputs = run(served, mixed[:6], greedy({"stop_policy": True}, n=8, temperature=1e-3))
@@ -189,9 +188,7 @@ def test_several_texts_of_one_prompt_stop_on_their_own(
         run(served, mixed[:1], greedy({"stop_policy": True, "stop_seed": 3}, n=2, temperature=1.0))
 
 
-def test_the_ith_text_draws_as_sample_index_i(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
-) -> None:
+def test_the_ith_text_draws_as_sample_index_i(served: LLM, model: Policy, mixed: Prompts) -> None:
     extra = {"stop_seed": 3, "stop_sample_index": 4, "stop_mode": "sample"}
     params = greedy(extra, n=2, seed=11, temperature=1.0)
     # One prompt at a time, and short ones: vLLM on CPUs cannot prefill seeded requests in chunks.
@@ -216,7 +213,7 @@ def test_the_ith_text_draws_as_sample_index_i(
 
 
 def test_limits_and_stop_strings_end_requests_as_ever(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, model: Policy, mixed: Prompts
 ) -> None:
     fmt = model.token_format
     budget = NEVER | {"max_thinking_tokens": 1}
@@ -243,11 +240,7 @@ def test_limits_and_stop_strings_end_requests_as_ever(
 
 
 def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
-    served: LLM,
-    plain: list[list[list[int]]],
-    model: OSPrunerForCausalLM,
-    mixed: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    served: LLM, plain: Texts, model: Policy, mixed: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where all others stop at once: at their first step end."""
     [processor] = served.collective_rpc(_processors)[0]
@@ -281,7 +274,7 @@ def _processors(worker: Any) -> list[Any]:
 
 
 def test_requests_that_are_aborted_leave_the_others_alone(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, model: Policy, mixed: Prompts
 ) -> None:
     from vllm.inputs import tokens_input
 
@@ -305,7 +298,7 @@ def test_requests_that_are_aborted_leave_the_others_alone(
 
 
 def test_a_request_under_way_answers_when_it_is_told(
-    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, plain: Texts, model: Policy, mixed: Prompts
 ) -> None:
     """Wherever it is in a step; the others go on as they were."""
     from vllm.inputs import tokens_input
@@ -348,18 +341,14 @@ def test_a_request_under_way_answers_when_it_is_told(
     ],
 )
 def test_wrong_keys_are_refused_by_name(
-    served: LLM,
-    mixed: list[list[int]],
-    extra: dict[str, Any],
-    further: dict[str, Any],
-    message: str,
+    served: LLM, mixed: Prompts, extra: dict[str, Any], further: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         run(served, mixed[:1], greedy(extra, **further))
 
 
 def test_vllms_own_budget_and_minimum_are_the_policys(
-    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, plain: Texts, model: Policy, mixed: Prompts
 ) -> None:
     end, eos = model.token_format.think_end_id, model.token_format.eos_ids
     at_once = {"stop_mode": "threshold", "stop_threshold": 0.0}
@@ -379,7 +368,7 @@ def test_vllms_own_budget_and_minimum_are_the_policys(
 
 
 def test_a_grammar_governs_the_answer_of_a_pruned_thinking(
-    served: LLM, plain: list[list[list[int]]], model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, plain: Texts, model: Policy, mixed: Prompts
 ) -> None:
     end, tokenizer = model.token_format.think_end_id, model.tokenizer
     for i in range(6):
@@ -394,7 +383,7 @@ def test_a_grammar_governs_the_answer_of_a_pruned_thinking(
 
 
 def test_what_holds_in_the_thinking_puts_the_policy_off(
-    served: LLM, mixed: list[list[int]], monkeypatch: pytest.MonkeyPatch, model: Any
+    served: LLM, mixed: Prompts, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
     manager: Any = served.llm_engine.engine_core.engine_core.structured_output_manager
     monkeypatch.setattr(manager, "enable_in_reasoning", True)
@@ -413,7 +402,7 @@ def test_what_holds_in_the_thinking_puts_the_policy_off(
 
 
 def test_a_prompt_that_closed_its_thinking_is_left_alone(
-    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+    served: LLM, model: Policy, mixed: Prompts
 ) -> None:
     closed = [*mixed[0], *model.token_format.forced_suffix("free")]
     assert run(served, [closed], greedy({"stop_policy": True})) == run(served, [closed], greedy())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopRecord, StopRow
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
@@ -27,7 +27,7 @@ def make_policy(
     tuning: str = "layers",
     price: float | None = None,
     **further: Any,
-) -> OSPrunerForCausalLM:
+) -> Policy:
     """An untrained policy whose layers differ from the base's, and whose probabilities vary."""
     base = str(reasoner.folder)
     model = untrained(
@@ -46,7 +46,7 @@ def make_policy(
     return model
 
 
-def perturb(model: OSPrunerForCausalLM) -> None:
+def perturb(model: Policy) -> None:
     """Makes a fresh policy's layers differ from the base's, and its probabilities vary."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def make_prompts(reasoner: Reasoner, count: int, first: int = 0) -> list[list[in
 
 @torch.inference_mode()
 def replay(
-    model: OSPrunerForCausalLM,
+    model: Policy,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     extra: Mapping[str, Any],
@@ -120,7 +120,7 @@ def replay(
 
 
 def check_record(
-    model: OSPrunerForCausalLM,
+    model: Policy,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     extra: Mapping[str, Any],

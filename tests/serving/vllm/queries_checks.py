@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks
@@ -23,5 +23,5 @@ test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alon
 
 
 @pytest.fixture(scope="module")
-def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return make_policy(reasoner, tmp_path_factory.mktemp("policy"), tuning="queries")

@@ -175,33 +175,46 @@ def huge(megabytes: int) -> Iterator[Case]:
     yield Case("huge bodies", text.encode())
 
 
-def attack(target: SmallApp | Server, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
-    """Sends the cases one by one, with a good request after each."""
-    before = target.ask()
-    wrong: list[str] = []
-    counts: dict[str, Counter[str]] = {}
-    for case in cases:
-        begun = f"{case.kind}: {case.body[:300]!r}"
-        status, text = target.send(case.body)
-        outcome = {2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
-        counts.setdefault(case.kind, Counter(cases=0))["cases"] += 1
-        counts[case.kind][outcome] += 1
-        if outcome not in case.outcomes:
-            wrong.append(f"{begun} got {status} {text[:300]}")
-        elif outcome == "refused":
-            said = json.loads(text)
-            error = said.get("error", said.get("detail"))
-            message = error["message"] if isinstance(error, dict) else str(error)
-            wrong += [
-                f"{begun} got no {s!r} in {text[:600]}" for s in case.says if s not in message
-            ]
-            if len(text) > LONGEST_REFUSAL:
-                wrong.append(f"{begun} got {len(text)} characters")
-        if target.ask() != before:
-            wrong.append(f"after {begun} a good request gets something else")
-    for kind, counted in counts.items():
-        fuzzed(f"hostile requests to {type(target).__name__}, {kind}", **counted)
-    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
+class Target:
+    """What bodies are sent to, and what it says to a good one."""
+
+    client: httpx.Client
+    good = request(GOOD)
+
+    def send(self, body: bytes) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post("/v1/completions", content=body, headers=headers)
+        return reply.status_code, reply.text
+
+    def ask(self) -> object:
+        status, text = self.send(self.good)
+        assert status == 200, text
+        told = json.loads(text)
+        return [one["token_ids"] for one in told["choices"]] if "choices" in told else told
+
+    def attack(self, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
+        """Sends the cases one by one, with a good request after each."""
+        before = self.ask()
+        wrong: list[str] = []
+        counts: dict[str, Counter[str]] = {}
+        for case in cases:
+            begun = f"{case.kind}: {case.body[:300]!r}"
+            status, text = self.send(case.body)
+            outcome = {2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
+            counts.setdefault(case.kind, Counter(cases=0)).update(cases=1, **{outcome: 1})
+            if outcome not in case.outcomes or len(text) > LONGEST_REFUSAL:
+                wrong.append(f"{begun} got {status}, {len(text)} characters: {text[:300]}")
+            elif outcome == "refused":
+                said = json.loads(text)
+                error = said.get("error", said.get("detail"))
+                message = error["message"] if isinstance(error, dict) else str(error)
+                missing = [one for one in case.says if one not in message]
+                wrong += [f"{begun} got no {one!r} in {text[:600]}" for one in missing]
+            if self.ask() != before:
+                wrong.append(f"after {begun} a good request gets something else")
+        for kind, counted in counts.items():
+            fuzzed(f"hostile requests to {type(self).__name__}, {kind}", **counted)
+        assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
 
 
 class Body(BaseModel):
@@ -212,7 +225,7 @@ class Body(BaseModel):
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
 
-class SmallApp:
+class SmallApp(Target):
     """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
 
     def __init__(self) -> None:
@@ -252,16 +265,6 @@ class SmallApp:
         known = vars(StopRecord(reason="request" if answer else "policy")) | {"price": 0.5}
         return [[known] * (self.texts if key == REPLY else name.startswith("known"))]
 
-    def send(self, body: bytes) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json"}
-        reply = self.client.post("/v1/completions", content=body, headers=headers)
-        return reply.status_code, reply.text
-
-    def ask(self) -> object:
-        status, text = self.send(request(GOOD))
-        assert status == 200
-        return text
-
 
 @pytest.fixture(scope="module")
 def small_app() -> SmallApp:
@@ -271,8 +274,8 @@ def small_app() -> SmallApp:
 def test_hostile_bodies_to_the_plug_in_alone(small_app: SmallApp, fuzzed: Fuzzed) -> None:
     drawn = random.Random(0)
     for cases in (wrong_types(), contradictions(), names(drawn), malformed(drawn, 40), nested()):
-        attack(small_app, cases, fuzzed)
-    attack(small_app, huge(1), fuzzed)
+        small_app.attack(cases, fuzzed)
+    small_app.attack(huge(1), fuzzed)
 
 
 def test_each_route_is_checked(small_app: SmallApp) -> None:
@@ -403,24 +406,21 @@ def test_an_effort_reaches_the_engine_as_a_key(monkeypatch: pytest.MonkeyPatch) 
     defaults.settle(OSPrunerConfig())
     monkeypatch.setattr(plugin.Defaults, "here", defaults)
     app = SmallApp()
-    more: dict[str, Any]
-    for more, wanted in (
-        ({"reasoning_effort": "low"}, "threshold=0.25"),
-        ({"reasoning_effort": "high"}, "threshold=None"),
-        ({"thinking_budget": 70}, "max_thinking_tokens=70"),
-    ):
-        status, told = app.send(request({"stop_policy": True}, **more))
-        assert status == 200
-        assert wanted in told
     # What excludes the policy puts it off, as it did: an effort does not ask for it.
+    low, on = {"reasoning_effort": "low"}, {"stop_policy": True}
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    formed = {"reasoning_effort": "low", "response_format": schema}
-    for more in (formed, {"reasoning_effort": "low", "use_beam_search": True}):
-        status, told = app.send(request({}, **more))
-        assert (status, "threshold=0.25" in told) == (200, False)
-    status, told = app.send(request({"stop_policy": False}, thinking_budget=70))
-    assert status == 400
-    assert "['thinking_budget'] would do nothing here" in told
+    cases: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
+        (on, low, 200, "threshold=0.25"),
+        (on, {"reasoning_effort": "high"}, 200, "threshold=None"),
+        (on, {"thinking_budget": 70}, 200, "max_thinking_tokens=70"),
+        ({}, low | {"response_format": schema}, 200, '"None"'),
+        ({}, low | {"use_beam_search": True}, 200, '"None"'),
+        (on, {"reasoning_effort": "huge"}, 400, "reasoning_effort is 'huge'; it must be 'none' or"),
+        ({"stop_policy": False}, {"thinking_budget": 70}, 400, "['thinking_budget'] would do noth"),
+    ]
+    for extra, more, wanted, said in cases:
+        status, told = app.send(request(extra, **more))
+        assert (status, said in told) == (wanted, True), told
 
 
 def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
@@ -465,7 +465,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     fuzzed("random keys", **counts)
 
 
-class Server:
+class Server(Target):
     """`ospruner serve`."""
 
     def __init__(self, url: str, prompt: list[int]) -> None:
@@ -473,18 +473,6 @@ class Server:
         self.client = httpx.Client(base_url=url, timeout=300)
         wanted = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
         self.good = request(GOOD, prompt=prompt, **wanted)
-
-    def send(self, body: bytes) -> tuple[int, str]:
-        """Posts it."""
-        headers = {"Content-Type": "application/json"}
-        reply = self.client.post("/v1/completions", content=body, headers=headers)
-        return reply.status_code, reply.text
-
-    def ask(self) -> object:
-        """The tokens of a request that the policy stops."""
-        status, text = self.send(self.good)
-        assert status == 200, text
-        return json.loads(text)["choices"][0]["token_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +508,7 @@ def test_hostile_bodies_to_the_server(server: Server, fuzzed: Fuzzed) -> None:
         *(wrong_types(), contradictions(), names(drawn), malformed(drawn, 60), nested()),
         *(huge(30), of_vllm_too()),
     ):
-        attack(server, cases, fuzzed)
+        server.attack(cases, fuzzed)
     # What it was sent is in no metric.
     told = server.client.get("/metrics").text
     assert MARK not in told.lower()

@@ -38,23 +38,6 @@ def check_body(*args: Any) -> Any:
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize(
-    ("body", "defaults"),
-    [
-        ({"tools": []}, {"stop_policy": True}),
-        ({"tools": TOOLS, "tool_choice": "none"}, {"stop_policy": True}),
-        ({"tools": TOOLS}, {"stop_policy": False}),
-        ({"tools": TOOLS}, {"stop_policy": True, "stop_answer": "tools"}),
-        ({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, {"stop_policy": True}),
-        ({"tools": TOOLS, "vllm_xargs": {"stop_policy": False}}, {"stop_policy": True}),
-        # A grammar holds, under which no box is forced.
-        ({"tools": TOOLS, "tool_choice": "required"}, {"stop_policy": True}),
-    ],
-)
-def test_tools_where_a_call_is_possible(body: dict[str, Any], defaults: dict[str, Any]) -> None:
-    check_body(body, StopRequest(defaults, server=True), OSPrunerConfig(), True)
-
-
 EVERY = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], price=1e-3)
 FIXED = OSPrunerConfig(price=1e-3)
 
@@ -67,7 +50,12 @@ FIXED = OSPrunerConfig(price=1e-3)
         ({"tools": TOOLS, "tool_choice": None}, FIXED, True, "whose box no call fits in"),
         ({"tools": TOOLS, "tool_choice": {"type": "auto"}}, FIXED, True, "whose box no call fits"),
         (None, EVERY, True, None),
+        ({"tools": []}, FIXED, True, None),
         ({"tools": TOOLS, "tool_choice": "none"}, FIXED, False, None),
+        ({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, FIXED, True, None),
+        ({"tools": TOOLS, "vllm_xargs": {"stop_policy": False}}, FIXED, True, None),
+        # A grammar holds, under which no box is forced.
+        ({"tools": TOOLS, "tool_choice": "required"}, FIXED, True, None),
         ({"vllm_xargs": {"stop_price": 5e-4}}, EVERY, True, None),
         ({"vllm_xargs": {"stop_price": 0.5}}, EVERY, True, "stop_price is 0.5.* 0.01"),
         ({"vllm_xargs": {"stop_price": "cheap"}}, EVERY, True, "stop_price is 'cheap'"),
@@ -76,11 +64,14 @@ FIXED = OSPrunerConfig(price=1e-3)
     ],
 )
 def test_what_would_do_nothing_is_refused(
-    body: object, config: OSPrunerConfig, parses: bool, message: str | None
+    body: Any, config: OSPrunerConfig, parses: bool, message: str | None
 ) -> None:
     on = StopRequest({"stop_policy": True}, server=True)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check_body(body, on, config, parses)
+    if parses and config is FIXED and body.get("vllm_xargs") is None:  # tools, and a server's word
+        for defaults in ({"stop_policy": False}, {"stop_answer": "tools"}):
+            check_body(body, StopRequest(defaults, server=True), config, parses)
 
 
 ON = StopRequest({}, server=True)

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 
@@ -37,9 +37,7 @@ ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
 @pytest.fixture(scope="module")
-def policy(
-    reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OSPrunerForCausalLM, Path]:
+def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path]:
     folder = tmp_path_factory.mktemp("policy")
     model, template = make_policy(reasoner, folder), folder / "chat_template.jinja"
     opening = "<|im_start|>assistant\n<think>\n"
@@ -62,7 +60,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(policy: tuple[OSPrunerForCausalLM, Path]) -> Iterator[OpenAI]:
+def client(policy: tuple[Policy, Path]) -> Iterator[OpenAI]:
     compact = (
         "--structured-outputs-config",
         '{"backend": "xgrammar", "disable_any_whitespace": true}',
@@ -79,7 +77,7 @@ def text(client: OpenAI, path: str) -> str:
 
 
 def test_completions_stop_per_request(
-    client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner
+    client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner
 ) -> None:
     model, fmt = policy[0], policy[0].token_format
     for i, prompt in enumerate(make_prompts(reasoner, 6)):
@@ -322,7 +320,7 @@ def random_keys(draw: random.Random) -> dict[str, Any]:
     return extra
 
 
-def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner) -> None:
+def test_soak(client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner) -> None:
     """64 streams with random keys, aborts and hostile prompts: no wrong row, no leak."""
     model, prompts, memory = policy[0], make_prompts(reasoner, 200), list[int]()
     find = ["pgrep", "-f", "--", f"--port {client.base_url.port}"]
@@ -364,7 +362,7 @@ def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_vllms_own_command_serves_a_policy_and_any_other_model(
-    policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner, tmp_path: Path, stops: bool
+    policy: tuple[Policy, Path], reasoner: Reasoner, tmp_path: Path, stops: bool
 ) -> None:
     """Without an option of ours, nor a variable."""
     folder, port = policy[1] if stops else reasoner.folder, free_port()
