@@ -240,37 +240,45 @@ def speaker(
     return made
 
 
-EACH = pytest.mark.parametrize("speaker", ["added", "textual"], indirect=True)
+BOTH = ("added", "textual")
+SPOKEN = "It ends with %</think>%, I say %</think>%."  # `%` marks what is spoken of
+SPLITS: list[tuple[tuple[str, ...], str, str, str | None, str]] = [
+    # What an answer opens again is thinking; in the midst of a line the marker is spoken of.
+    (BOTH, "I{end}\n\n5\n{start}\nI{end}\n\n6", "I\n\nI", "\n\n5\n\n\n\n6", "I|\nI"),
+    (BOTH, "I{end} Say {start} here{end}.", "I", " Say {start} here{end}.", "I"),
+    (("added",), SPOKEN, SPOKEN, None, SPOKEN),
+    (("added",), SPOKEN + "{end} %{end}\n{start}%.", SPOKEN, " {end}\n{start}.", SPOKEN),
+    # An end of text inside the thinking, whose own text vLLM drops.
+    (BOTH, "I add.\n\nSo<|end|>", "I add.\n\nSo<|end|>", None, "I add.\n\nSo"),
+    # A half of the marker: all there is, and before the one that a stop forces.
+    (("textual",), "So</rea", "So</rea", None, "So</rea"),
+    (("textual",), "So</rea{end}\n\n5", "So</rea", "\n\n5", "So</rea"),
+]
 
 
-@EACH
-def test_a_thinking_that_is_opened_again_is_thinking(speaker: Speaker) -> None:
-    start, end = speaker.form.think_start, speaker.form.think_end
-    thinking, answer, counted = speaker.replied(f"I{end}\n\n5\n{start}\nI{end}\n\n6")
-    assert (thinking, answer) == ("I\n\nI", "\n\n5\n\n\n\n6")
-    assert counted == len([*speaker.ids("I"), *speaker.ids("\nI")])
-    # In the midst of a line it is spoken of.
-    said = f" Say {start} here{end}."
-    assert speaker.replied(f"I{end}{said}") == ("I", said, len(speaker.ids("I")))
+@pytest.mark.parametrize(
+    ("speaker", "text", "thinking", "answer", "counted"),
+    [(kind, *row) for kinds, *row in SPLITS for kind in kinds],
+    indirect=["speaker"],
+)
+def test_markers_that_are_meant_and_that_are_spoken_of(
+    speaker: Speaker, text: str, thinking: str, answer: str | None, counted: str
+) -> None:
+    """Thinking and answer, and the tokens of the thinking's parts."""
+    marks = {"start": speaker.form.think_start, "end": speaker.form.think_end}
+    tokens = sum(len(speaker.spoken(one)) for one in counted.split("|"))
+    wanted = answer if answer is None else answer.format(**marks)
+    found = speaker.replied(text.format(**marks))
+    assert found == (thinking.replace("%", ""), wanted, tokens)
 
 
-@pytest.mark.parametrize("speaker", ["added"], indirect=True)
-def test_markers_that_a_reply_only_speaks_of(speaker: Speaker) -> None:
-    thought = "It ends with </think>, I say </think>."
-    text = "It ends with %</think>%, I say %</think>%."
-    wanted = (thought, " See </think>\n<think>.", len(speaker.spoken(text)))
-    assert speaker.replied(f"{text}</think> See %</think>\n<think>%.") == wanted
-    assert speaker.replied(text) == (thought, None, len(speaker.spoken(text)))
+@pytest.mark.parametrize("speaker", ["textual"], indirect=True)
+def test_an_end_marker_that_begins_in_the_prompt(speaker: Speaker) -> None:
+    half, rest = speaker.form.think_end[:5], speaker.form.think_end[5:]
+    assert speaker.replied(f"{rest}\n\n5", more=f"So{half}") == (None, "\n\n5", 0)
 
 
-@EACH
-def test_an_end_of_text_inside_the_thinking(speaker: Speaker) -> None:
-    thinking, answer, counted = speaker.replied("I add.\n\nSo<|end|>")
-    assert (thinking, answer) == ("I add.\n\nSo<|end|>", None)  # whose text vLLM itself drops
-    assert counted == len(speaker.ids("I add.\n\nSo"))
-
-
-@EACH
+@pytest.mark.parametrize("speaker", BOTH, indirect=True)
 def test_a_call_inside_the_thinking_is_not_lost(speaker: Speaker) -> None:
     for opener in OPENERS.values() if speaker.form is QWEN3 else ["<tool_call>"]:
         call = f'{opener}\n{{"name": "add"}}\n\n'
@@ -321,17 +329,6 @@ def test_vllms_parsers_find_calls_inside_and_after_the_thinking(
             told[3] += "".join(one.arguments or "" for one in calls)
         assert (told[0].rstrip(), told[1].strip(), told[2]) == ("I add.\n\nSo.", "", "add")
         assert json.loads(told[3]) == {"a": "2"}
-
-
-@pytest.mark.parametrize("speaker", ["textual"], indirect=True)
-def test_an_end_marker_that_is_half_written(speaker: Speaker) -> None:
-    half, rest = speaker.form.think_end[:5], speaker.form.think_end[5:]
-    assert speaker.replied(f"So{half}")[:2] == (f"So{half}", None)
-    # The model's own half, and then what a stop forces.
-    whole = f"So{half}{speaker.form.closing}5"
-    assert speaker.replied(whole)[:2] == (f"So{half}", "\n\n5")
-    # A half that stands in the prompt.
-    assert speaker.replied(f"{rest}\n\n5", more=f"So{half}") == (None, "\n\n5", 0)
 
 
 @pytest.fixture(scope="module")
