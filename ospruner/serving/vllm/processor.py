@@ -131,10 +131,7 @@ _detokenizer_of = IncrementalDetokenizer.from_new_request
 def keep_thinking(detokenizer: Any, fmt: TokenFormat, prompt_ids: Sequence[int]) -> None:
     """Lets a request's stop strings end its answer alone: vLLM looks for them in all of a text.
 
-    Args:
-        detokenizer: vLLM's, of the request.
-        fmt: the policy's. Where no marker ends the thinking, all of a reply is its answer.
-        prompt_ids: of the request.
+    Where no marker ends the thinking, all of a reply is its answer.
     """
     state, least = fmt.prompt_state(prompt_ids), detokenizer.min_tokens
     if state.ended or not fmt.format.think_end:
@@ -156,11 +153,10 @@ def keep_thinking(detokenizer: Any, fmt: TokenFormat, prompt_ids: Sequence[int])
 def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
     """VLLM's own; where the policy is on, with `keep_thinking`."""
     made, params = _detokenizer_of(tokenizer, request), request.sampling_params
-    if tokenizer is not None and params.stop and request.prompt_token_ids is not None:
-        extra = {k: v for k, v in (params.extra_args or {}).items() if k != _FIRST_SEED}
-        if StopRequest(extra).settings(Defaults.here) is not None:
-            fmt = importlib.import_module(f"{__package__}.parser").format_of(tokenizer.name_or_path)
-            keep_thinking(made, fmt, request.prompt_token_ids)
+    looks = tokenizer is not None and params.stop and request.prompt_token_ids is not None
+    if looks and StopRequest(params.extra_args).settings(Defaults.here) is not None:
+        fmt = importlib.import_module(f"{__package__}.parser").format_of(tokenizer.name_or_path)
+        keep_thinking(made, fmt, request.prompt_token_ids)
     return made
 
 
@@ -174,12 +170,8 @@ class StopRecords:
     def ospruner_told(self, key: str, name: str, answer: bool = False) -> list[dict[str, Any]]:
         """The `StopRecord` of the last request with a `stop_id`, or those of a reply's texts.
 
-        Called by `collective_rpc("ospruner_told", args=(key, name))`.
-
-        Args:
-            key: `stop_id`, or a reply's.
-            name: under it.
-            answer: whether those that think are to close their thinking now.
+        Called by `collective_rpc("ospruner_told", args=(key, name))`, with the key `stop_id` or a
+        reply's. With `answer` those that think close their thinking now.
         """
         worker: Any = self
         runner, v2 = worker.model_runner, worker.vllm_config.use_v2_model_runner

@@ -130,7 +130,7 @@ def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) 
     [told] = [one["ospruner"] for one in parts if one.get("ospruner")] or [[{}]]
     if stream and route == "/responses":
         parts = [one["response"] for one in parts if one["type"] == "response.completed"]
-    usage = next((one["usage"] for one in reversed(parts) if one.get("usage")), {})
+    usage: Any = next((one["usage"] for one in reversed(parts) if one.get("usage")), {})
     counted = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
     thinking = content = ended = ""
     for part in parts:
