@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as how
-from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
@@ -26,6 +23,7 @@ from ospruner.serving.vllm import vllm_server
 
 ALL_ON = {"stop_policy": True}
 HALF = {"stop_mode": "threshold", "stop_threshold": 0.5, "max_thinking_tokens": 100}
+HALF_FIELDS = {"mode": "threshold", "threshold": 0.5, "max_thinking_tokens": 100}
 
 
 def settings(
@@ -46,21 +44,13 @@ def settings(
         (None, ALL_ON | {"stop_answer": "free"}, {"answer": "free"}),
         ({"stop_policy": False}, ALL_ON, None),
         # The request's word is the later one, also where the two would contradict each other.
-        (
-            {"stop_threshold": 0.9},
-            HALF,
-            {"mode": "threshold", "threshold": 0.9, "max_thinking_tokens": 100},
-        ),
-        (
-            {"min_thinking_tokens": 200},
-            HALF,
-            {"mode": "threshold", "threshold": 0.5, "min_thinking_tokens": 200},
-        ),
-        (
-            {"max_thinking_tokens": 10},
-            ALL_ON | {"min_thinking_tokens": 50},
-            {"max_thinking_tokens": 10},
-        ),
+        ({"stop_threshold": 0.9}, HALF, HALF_FIELDS | {"threshold": 0.9}),
+        ({"stop_mode": "sample"}, HALF, {"mode": "sample", "max_thinking_tokens": 100}),
+        ({"stop_mode": "threshold"}, HALF, HALF_FIELDS),
+        ({"stop_mode": "threshold"}, {"stop_mode": "sample"}, {"mode": "threshold"}),
+        ({"stop_threshold": 0.7}, {"stop_mode": "sample"}, {"threshold": 0.7}),
+        ({"min_thinking_tokens": 200}, HALF, {"threshold": 0.5, "min_thinking_tokens": 200}),
+        ({"max_thinking_tokens": 9}, {"min_thinking_tokens": 50}, {"max_thinking_tokens": 9}),
     ],
 )
 def test_a_request_goes_before_the_defaults(
@@ -317,38 +307,6 @@ def test_every_key_of_a_request_changes_something() -> None:
     assert StopRequest({ID: "a"}).name == "a"
     assert StopRequest({CONTROL: 0.5}, server=True).control == 0.5
     assert StopRequest({"stopwatch": 1, "others": 2}).fields == {}  # other people's
-
-
-_SAID = st.fixed_dictionaries(
-    {},
-    optional={
-        "stop_mode": st.sampled_from(["sample", "threshold"]),
-        "stop_threshold": st.floats(0, 1),
-    },
-)
-
-
-@how(deadline=None)  # machines are busy
-@given(defaults=_SAID, request=_SAID)
-def test_what_a_request_says_of_stopping_is_what_happens(
-    defaults: dict[str, Any], request: dict[str, Any]
-) -> None:
-    """Over any defaults: its mode and its threshold are those in effect."""
-    if "sample" in (defaults.get("stop_mode"), request.get("stop_mode")):
-        defaults.pop("stop_threshold", None)
-    if request.get("stop_mode") == "sample":
-        request.pop("stop_threshold", None)
-    merged = settings({ON: True, **request}, defaults)
-    assert merged is not None
-    found = merged.with_defaults(OSPrunerConfig())
-    if "stop_threshold" in request:
-        assert (found.mode, found.threshold) == ("threshold", request["stop_threshold"])
-    elif "stop_mode" in request:
-        assert found.mode == request["stop_mode"]
-        if found.mode == "threshold":
-            assert found.threshold == defaults.get("stop_threshold", 0.5)
-    elif "stop_threshold" in defaults:
-        assert (found.mode, found.threshold) == ("threshold", defaults["stop_threshold"])
 
 
 SERVED: dict[str, str | None] = {

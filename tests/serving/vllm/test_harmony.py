@@ -38,6 +38,16 @@ def recites(base: Any, *chains: list[int]) -> None:
             base.lm_head.weight[following, dimension] = 8.0
 
 
+def policy_on(base: Any, tokenizer: Any, folder: Path) -> Path:
+    """An untrained policy of layers on a base, both saved in a folder."""
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    where = str(folder / "base")
+    policy = untrained(base, tokenizer, 2, base_model_name_or_path=where, tuning="layers")
+    policy.save_pretrained(folder / "policy")
+    return folder / "policy"
+
+
 def reciter(tokenizer: Any) -> GptOssForCausalLM:
     """Recites `SCRIPT` in a circle, and after the box prefix `5}`."""
     torch.manual_seed(0)
@@ -59,15 +69,9 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     source = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
     if not source.is_dir():
         pytest.skip(f"{source} does not exist")
-    folder = tmp_path_factory.mktemp("gpt-oss")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    base = reciter(tokenizer)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    untrained(
-        base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
-    ).save_pretrained(folder / "policy")
-    with serving(folder / "policy", "--opt-in") as url:
+    folder = policy_on(reciter(tokenizer), tokenizer, tmp_path_factory.mktemp("gpt-oss"))
+    with serving(folder, "--opt-in") as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 

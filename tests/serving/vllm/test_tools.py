@@ -13,10 +13,8 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from ospruner.train.untrained import untrained
-
 from ...own_process import needs_vllm
-from .test_harmony import recites
+from .test_harmony import policy_on, recites
 from .test_server import serving, text
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -47,11 +45,8 @@ def client(
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
-    base = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes
-        )
-    ).eval()
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    base = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **sizes)).eval()
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -64,14 +59,8 @@ def client(
         [*ids("\n"), *ids("First")],  # what follows the prompt's last token
         [*second_break, *ids("<tool_call>"), *ids(CALL), *ids("</tool_call>"), *ids("<|im_end|>")],
     )
-    folder = tmp_path_factory.mktemp("qwen3")
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    untrained(
-        base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
-    ).save_pretrained(folder / "policy")
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_json")
-    with serving(folder / "policy", *parsers) as url:
+    with serving(policy_on(base, tokenizer, tmp_path_factory.mktemp("qwen3")), *parsers) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
