@@ -75,6 +75,10 @@ _EFFORT_NAMES = ("reasoning_effort", "reasoning.effort", "output_config.effort")
 """OpenAI's in chat and in responses, and Anthropic's."""
 
 _TEMPLATE_EFFORT = "chat_template_kwargs.reasoning_effort"  # whose names are the template's
+_NO_THINKING = (  # Anthropic's, Qwen's, OpenRouter's, and templates'
+    *(("thinking.type", "disabled"), ("enable_thinking", False), ("reasoning.enabled", False)),
+    *((f"chat_template_kwargs.{name}", False) for name in ("enable_thinking", "thinking")),
+)
 _BUDGET_NAMES = (  # vLLM's, Qwen's, llama.cpp's, Anthropic's, OpenRouter's
     *("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"),
     *("thinking.budget_tokens", "reasoning.max_tokens"),
@@ -117,10 +121,10 @@ def translated(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What a body says of effort and of budgets, in others' dialects, as keys of the policy.
 
-    An effort becomes the setting that the server's table holds for it; "none" (Anthropic's
-    `thinking.type` "disabled"), where the chat template has left the thinking on, ends it with its
-    first step. A budget stays a cap; one below what the policy spends in the mean also brings a
-    bolder setting of that table. What the request's keys say goes before both.
+    An effort becomes the setting that the server's table holds for it; "none", in whatever words,
+    ends a thinking that the chat template has left on with its first step. A budget stays a cap;
+    one below what the policy spends in the mean also brings a bolder setting of that table. What
+    the request's keys say goes before both.
 
     Args:
         body: what was sent over HTTP, as JSON.
@@ -166,7 +170,7 @@ def _effort(body: Mapping[str, Any]) -> str | None:
         if isinstance(effort := said_in(body, path), str):
             check_choice("the request", path, effort, ("none", *EFFORTS))
             return effort
-    if said_in(body, "thinking.type") == "disabled":
+    if any(said_in(body, path) == word for path, word in _NO_THINKING):
         return "none"
     effort = said_in(body, _TEMPLATE_EFFORT)
     return effort if isinstance(effort, str) else None

@@ -174,7 +174,14 @@ USUAL = {**CHEAP, "stop_price": 4e-4}
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, CHEAP),
         ({"reasoning_effort": "max"}, {**CHEAP, "stop_price": 0.0}),
         ({"reasoning_effort": "none"}, {"max_thinking_tokens": 1}),
-        ({"thinking": {"type": "disabled"}}, {"max_thinking_tokens": 1}),
+        *(  # the same in other words
+            (body, {"max_thinking_tokens": 1})
+            for body in (
+                *({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+                *({"reasoning": {"enabled": False}}, {"chat_template_kwargs": {"thinking": False}}),
+            )
+        ),
+        ({"enable_thinking": True, "thinking": {"type": "adaptive"}}, None),
         ({"chat_template_kwargs": {"reasoning_effort": "huge"}}, None),  # the template's word
         ({"reasoning_effort": "minimal"}, None),  # not in this table
         # The request's own keys go first.
