@@ -105,6 +105,7 @@ EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
         ({}, {"reasoning_parser": "openai_gptoss"}, "type is gpt_oss.*parser ospruner_harmony"),
         ({"method": "flashthink"}, {}, "is a verifier, which reads another"),
         ({"hidden_size": 64}, {}, "hidden_size 128 where the policy needs 64"),
+        ({"model_type": "olmo2"}, {}, "is a olmo2; inside vLLM Olmo2ForCausalLM is run by transf"),
         *(
             (
                 {"tuning": "queries"},
@@ -155,19 +156,6 @@ def test_what_stops_is_named_as_vllm_chooses_its_runner(
         ServedPolicy.verify_and_update_config(
             started(model, additional_config={"ospruner": {"stop_threshold": 4}})
         )
-
-
-def test_bases_at_start(model: Policy) -> None:
-    check_start(started(model))
-    olmo = changed(model)
-    olmo.text_config.model_type = "olmo2"
-    with pytest.raises(
-        ValueError, match="is a olmo2; inside vLLM Olmo2ForCausalLM is run by transformers"
-    ):
-        check_start(started(model, olmo))
-    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
-    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
-        check_start(started(model, absent))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +212,10 @@ def test_files_that_are_others_are_refused_at_start(
 
     `tests/modeling` has all kinds of the last two.
     """
+    check_start(started(model))
+    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
+    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+        check_start(started(model, absent))
     folder = Path(shutil.copytree(reasoner.folder, tmp_path / "base"))
     moved = changed(model, base_model_name_or_path=str(folder))
     check_start(started(model, moved))  # the same weights, lying elsewhere
