@@ -316,13 +316,13 @@ class HostSteps:
         return time.perf_counter() - began
 
 
-def host_times(seed: int) -> dict[str, float]:
+def host_times(seed: int, rounds: int) -> dict[str, float]:
     """Prints and returns the milliseconds of a step: its mean, in the fastest of some rounds."""
     found = {}
     for streams in HOST_STREAMS:
         step = HostSteps(streams, seed)
-        rounds = [sum(step() for _ in range(HOST_STEPS)) / HOST_STEPS for _ in range(HOST_ROUNDS)]
-        found[f"host_ms_{streams}"] = ms = round(1e3 * min(rounds), 4)
+        means = [sum(step() for _ in range(HOST_STEPS)) / HOST_STEPS for _ in range(rounds)]
+        found[f"host_ms_{streams}"] = ms = round(1e3 * min(means), 4)
         print(
             f"{streams:>4} streams: {ms:.3f} ms of a step, {1e3 * ms / streams:.1f} us of a stream"
         )
@@ -347,7 +347,8 @@ def main() -> None:
     parser.add_argument("--host-time", action="store_true", help="the plug-in's own, no engine")
     args = timing.parse(parser)
     if args.host_time:
-        timing.print_last_line(host_times(args.seed), args.json)
+        rounds = args.rounds or (1 if args.quick else HOST_ROUNDS)
+        timing.print_last_line(host_times(args.seed, rounds), args.json)
         return
     if args.policy and args.labels is None:
         parser.error("--policy needs --labels, whose prompts both engines are given")

