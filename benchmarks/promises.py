@@ -36,6 +36,7 @@ from ospruner.eval.calibration import Test, boldest_kept, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay_full
 from ospruner.eval.table import BoolArray, FloatArray, IntArray
+from ospruner.serving.drift import Drift
 
 LEVEL = 0.05
 
@@ -70,31 +71,22 @@ CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]
 
 
 DRIFTS, CONTROLS = (0.0, 0.02, 0.05, 0.10), (0.02, 0.05, 0.2, 1.0)
-EXCESSES = np.array([0.02, 0.05, 0.1, 0.2])
 
 
-def alarms(disagrees: BoolArray, allowed: float, level: float = LEVEL) -> IntArray:
-    """(C,) how many answers an e-process has seen when it alarms; n + 1 where it does not.
-
-    A capital that starts at answer s bets against "at most `allowed` disagree": it is multiplied by
-    1 + b (x - allowed), b = excess / (allowed (1 - allowed)). The mean over `EXCESSES`, and over
-    starts weighted 1 / (s (s + 1)), is a supermartingale from 1 under the null: whatever the
-    stream's length, it reaches 1 / level with probability `level` at most (Ville). Starts at any
-    time are why what was in order for long does not hide a drift.
+def alarms(differs: BoolArray, allowed: float, level: float = LEVEL) -> IntArray:
+    """(C,) how many answers a server's `Drift` has seen when it alarms; n + 1 where it does not.
 
     Args:
-        disagrees: (C, n) whether the two answers of each control request of C streams differ.
+        differs: (C, n) whether the two answers of each control request of C streams differ.
         allowed: the share of the null, in (0, 1).
         level: the chance of a false alarm, ever.
     """
-    streams, n = disagrees.shape
-    bets = EXCESSES / (allowed * (1 - allowed))
-    capital, found = np.zeros((streams, len(bets))), np.full(streams, n + 1)
-    for s in range(1, n + 1):
-        factors = 1 + bets * (disagrees[:, s - 1, None] - allowed)
-        capital = (capital + 1 / (s * (s + 1))) * factors
-        reached = capital.mean(axis=1) + 1 / (s + 1) >= 1 / level
-        found = np.where(reached & (found > n), s, found)
+    streams, n = differs.shape
+    drift, found = Drift(allowed, level, streams), np.full(streams, n + 1)
+    for now in differs.T:
+        before = drift.alarmed
+        drift.see(now)
+        found[drift.alarmed & ~before] = drift.seen
     return found
 
 

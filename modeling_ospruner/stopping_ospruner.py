@@ -387,6 +387,20 @@ class StopRow:
             self.at_boundary, self.record.reason = False, "request"
             self._close(natural=False)
 
+    def wants_stop(self, said: Said, step: int) -> bool:
+        """Whether the policy or rule stops at a step's end, were none of the thinking required.
+
+        Args:
+            said: of this step end.
+            step: its number, from 0.
+        """
+        settings, signal = self._plan.settings, math.nan if said.signal is None else said.signal
+        if said.stops is not None:
+            return said.stops
+        if settings.threshold is not None:
+            return signal >= settings.threshold
+        return uniform(settings.seed or 0, self._sample_index, step) < signal
+
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended with the last token.
 
@@ -402,12 +416,8 @@ class StopRow:
             record.prices.append(said.price)
         record.nan_steps += said.signal is not None and math.isnan(signal)
         record.probe_tokens += said.tokens
-        stops = said.stops
-        if stops is None and settings.threshold is not None:
-            stops = signal >= settings.threshold
-        elif stops is None:
-            stops = uniform(settings.seed or 0, self._sample_index, step) < signal
-        if stops and self._length >= max(settings.min_thinking_tokens, self._plan.least_tokens):
+        least = max(settings.min_thinking_tokens, self._plan.least_tokens)
+        if self._length >= least and self.wants_stop(said, step):
             record.reason = "policy" if settings.rule is None else settings.rule.reason
         elif self._length >= (settings.max_thinking_tokens or math.inf):
             record.reason = "budget"

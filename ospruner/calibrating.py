@@ -35,6 +35,7 @@ from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.provenance import file_hash, read_provenance
 from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
+from ospruner.serving.drift import answers_differ
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
@@ -139,13 +140,15 @@ def calibrate(
 
     promise = None
     if found.value is not None:
+        chosen = _setting(said, known, mode, found.value)
         facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
         promise = {name: vars(found)[name] for name in facts} | {
             "max_loss": max_loss,
             "confidence": confidence,
             **settings(found.value),
             "data_hash": ours.labels.data_hash,
-            "traffic": _traffic(table, said, *_setting(said, known, mode, found.value)),
+            "disagreement": _disagreement(ours, stop_weights(table, *chosen)),
+            "traffic": _traffic(table, said, *chosen),
         }
     full, dial = replay_full(table), dict[str, dict[str, Any]]()
     for name in EFFORTS:
@@ -286,6 +289,19 @@ def _traffic(
         "thinking_tokens": distribution(table.lengths[real].astype(np.float64), weights[real]),
         "first_step": distribution(decided, np.ones(len(decided))),
     }
+
+
+def _disagreement(ours: Judged, weights: npt.NDArray[np.float64]) -> float:
+    """The share of traces whose answer at the stop differs from that at the end, as a server sees.
+
+    Args:
+        ours: N traces of up to T steps.
+        weights: (N, T) how probably each trace stops at each step.
+    """
+    differ = np.zeros_like(weights)
+    for row, answers in zip(differ, ours.traces["forced_answers"], strict=True):
+        row[: len(answers)] = [answers_differ(one, answers[-1]) for one in answers]
+    return round(float((weights * differ).sum(axis=1).mean()), 6)
 
 
 def _store(

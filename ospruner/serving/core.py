@@ -35,6 +35,7 @@ from modeling_ospruner.stopping_ospruner import (
 )
 from ospruner.formats import guess
 
+from .drift import Unpruned
 from .requests import StopRequest
 
 __all__ = ["GRAMMAR", "RowCore", "ServedRow", "log_off", "promise_of"]
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 GRAMMAR = "a grammar"
 """What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
+
+PROMISED = ("max_loss", "confidence", "disagreement")
 
 
 @dataclass(eq=False)
@@ -68,6 +71,7 @@ class ServedRow:
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
+    unpruned: Unpruned | None = None  # of a control request that would stop by one
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}
@@ -80,6 +84,8 @@ class ServedRow:
         self.row = StopRow(self.plan, prompt_ids, self.sample_index)
         self.taken = len(prompt_ids)
         self.complete = False
+        if self.unpruned is not None:
+            self.unpruned = Unpruned(list(prompt_ids))
 
     @property
     def record(self) -> StopRecord:
@@ -96,10 +102,22 @@ class ServedRow:
         if self.taken == self._answers_at:
             self.row.answer_now()
         if self.row.at_boundary:
-            self.row.decide(self.said.get(self.taken, self.plan.unasked))
+            self.decide(self.said.get(self.taken, self.plan.unasked))
+        if self.unpruned is not None:
+            self.unpruned.text_ids.append(token)
+            if self.row.phase is Phase.ANSWER:
+                self.unpruned.answer_ids.append(token)
         if self.row.push(token):
             self.complete = token not in self.plan.eos_ids
         self.taken += 1
+
+    def decide(self, said: Said) -> None:
+        """Decides on the step that has ended; notes where a control request would have stopped."""
+        if self.unpruned is not None and self.unpruned.stop is None:
+            step = len(self.record.step_ends)
+            if self.row.wants_stop(said, step):
+                self.unpruned.stop = len(self.unpruned.text_ids)
+        self.row.decide(said)
 
     def hear(self) -> None:
         """Turns to the answer, with all of its tokens taken in, where somebody wants it now."""
@@ -119,6 +137,27 @@ class ServedRow:
             numbers = said[name]
             said[name] = [None if math.isnan(x) else "inf" if x == math.inf else x for x in numbers]
         return said
+
+    @property
+    def fork(self) -> dict[str, Any] | None:
+        """What tells whether its pruned answer differs, for JSON; None where nothing is to tell.
+
+        "ids" of the request that forces the answer where it would have stopped, None where it would
+        not; "answer_ids" of its own, of "max_tokens" at most; of the "promise" what is `PROMISED`.
+        """
+        text, natural = self.unpruned, self.record.reason == "natural"
+        if text is None or self.promise is None or not (natural and self.complete):
+            return None
+        ids = None
+        if text.stop is not None:
+            suffix = self.plan.token_format.forced_suffix("forced")
+            ids = [*text.prompt_ids, *text.text_ids[: text.stop], *suffix]
+        return {
+            "ids": ids,
+            "answer_ids": text.answer_ids,
+            "max_tokens": self.plan.settings.max_answer_tokens,
+            "promise": {key: self.promise[key] for key in PROMISED},
+        }
 
     def may_turn(self, token: int, place: int = 1) -> bool:
         """Whether the place-th next token may end a step or the thinking, or find neither on."""
@@ -150,6 +189,7 @@ class ServedRow:
         memo: dict[int, Any] = {id(one): one for one in kept}
         twin = copy.copy(self)
         twin.row = copy.deepcopy(self.row, memo | {id(self.record): StopRecord(**known)})
+        twin.unpruned = copy.deepcopy(self.unpruned)
         twin.counted = True
         return twin
 
@@ -235,6 +275,7 @@ class RowCore:
             return None
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
+        promise = promise_of(settings, self._config)
         if control:
             settings = replace(settings, min_thinking_tokens=sys.maxsize, max_thinking_tokens=None)
         if "seed" in asked.fields:
@@ -253,7 +294,8 @@ class RowCore:
             len(prompt_ids) + least_tokens,
             control,
             None if prices is None or price is None else prices.place(price),
-            None if control else promise_of(settings, self._config),
+            promise,
+            Unpruned([]) if control and promise and "disagreement" in promise else None,
         )
 
     def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:
@@ -270,7 +312,7 @@ class RowCore:
         for row, signal, price in zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True):
             said = Said(signal, price) if row.row.asks else row.plan.unasked
             row.said[row.taken] = said
-            row.row.decide(said)
+            row.decide(said)
             if math.isnan(signal) and not self._warned:
                 self._warned = True
                 logger.warning(

@@ -12,6 +12,9 @@ __all__ = ["saved_by"]
 _SERIES = re.compile(
     r'^ospruner_thinking_(ended|tokens|squares)_total{group="(\w+)",reason="(\w+)"} (\S+)$', re.M
 )
+_PROMISED = r'{max_loss="(\S+?)",confidence="(\S+?)",allowed="(\S+?)"'
+_COMPARED = re.compile(rf'^ospruner_control_answers_total{_PROMISED},differs="(\w+)"}} (\S+)$', re.M)
+_EVIDENCE = re.compile(rf"^ospruner_drift_evidence{_PROMISED}}} (\S+)$", re.M)
 _QUANTILE = 1.96  # of a 95 % interval
 _FEWEST = 2  # requests of a group that has a variance
 
@@ -29,7 +32,27 @@ def saved_by(url: str) -> str:
             text = answer.read().decode()
     except (OSError, ValueError) as error:
         raise ConnectionError(f"{address} does not answer: {error}") from error
-    return _saved(text)
+    return "\n".join([_saved(text), *_drifts(text)])
+
+
+def _drifts(metrics: str) -> list[str]:
+    """What is said of each promise's control answers; see `drift.Drift`."""
+    counts: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for *promise, differs, value in _COMPARED.findall(metrics):
+        counts[tuple(promise)][differs] += float(value)
+    lines = []
+    for *promise, value in _EVIDENCE.findall(metrics):
+        max_loss, confidence, allowed = promise
+        found, needed = counts[tuple(promise)], 1 / (1 - float(confidence))
+        seen = found["yes"] + found["no"]
+        drifted = float(value) >= needed
+        told = "DRIFTED: calibrate on today's problems" if drifted else "no sign of drift"
+        lines.append(
+            f"promise of {100 * float(max_loss):g} points: of {seen:,.0f} control answers "
+            f"{found['yes'] / max(seen, 1):.1%} differ where the policy stops, {float(allowed):.1%} "
+            f"are allowed; evidence {float(value):.3g} of {needed:.3g}: {told}"
+        )
+    return lines
 
 
 def _saved(metrics: str) -> str:

@@ -260,3 +260,45 @@ def test_a_promise_is_kept_by_its_own_settings_alone() -> None:
     assert promise_of(kept, config) == promise
     for other in ({"threshold": 0.6}, {"threshold": 0.7, "answer": "free"}, {"mode": "sample"}):
         assert promise_of(StopPolicyConfig(**other).with_defaults(config), config) is None
+
+
+def control_row(signals: list[float], promise: dict[str, Any], **defaults: Any) -> ServedRow:
+    """A control request that has thought to its end and answered, with a signal at each step."""
+    config = OSPrunerConfig()
+    config.calibrations = [promise]
+    asked = {"stop_policy": True, "stop_max_loss": 0.02, "stop_control": 1.0, **defaults}
+    server = RowCore(config, FORMATS[0], StopRequest(asked, server=True), 5)
+    row = server.admit({}, ids_of("<think>"), [])
+    assert row is not None
+    assert row.control
+    for signal in signals:
+        for token in ids_of("a", ".\n\n"):
+            row.take(token)
+        server.decide([row], torch.logit(torch.tensor([[signal]])))
+    for token in ids_of("</think>"):
+        row.take(token)
+    while row.row.forced:
+        row.take(row.row.forced[0])
+    for token in ids_of("a", "}"):
+        row.take(token)
+    assert row.complete
+    return row
+
+
+def test_a_control_request_tells_where_the_policy_would_have_stopped() -> None:
+    promise: dict[str, Any] = {"max_loss": 0.02, "confidence": 0.95, "mode": "threshold"}
+    promise |= {"threshold": 0.7, "price": None, "disagreement": 0.03}
+    told = control_row([0.2, 0.8, 0.9], promise).fork
+    assert told is not None
+    two_steps = ids_of("<think>", "a", ".\n\n", "a", ".\n\n")
+    assert told["ids"] == [*two_steps, *FORMATS[0].forced_suffix("forced")]
+    assert told["answer_ids"] == list(ids_of("a", "}"))
+    assert told["promise"] == {"max_loss": 0.02, "confidence": 0.95, "disagreement": 0.03}
+    never = control_row([0.2, 0.3], promise).fork
+    assert never is not None
+    assert never["ids"] is None
+    # A promise of before, which does not say how often answers differ, and no promise at all.
+    old = {key: value for key, value in promise.items() if key != "disagreement"}
+    assert control_row([0.8], old).fork is None
+    settings = {"stop_max_loss": None, "stop_threshold": 0.5}
+    assert control_row([0.8], promise, **settings).fork is None

@@ -26,6 +26,7 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from ..core import GRAMMAR, ServedRow, log_off
 from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from ..traffic import bin_of, observed
+from .controls import ControlWatch
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
 
 __all__ = ["StopRoutes", "apart", "check_body", "count_answer", "count_ended", "count_off"]
@@ -81,7 +82,7 @@ def count_ended(row: ServedRow) -> None:
     _ENDED.labels(*labels).inc()
     _TOKENS.labels(*labels).inc(record.thinking_tokens)
     _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
-    if promise is not None:
+    if promise is not None and not row.control:
         for signal, value in observed(record).items():
             place = bin_of(promise["traffic"][signal]["edges"], value)
             _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
@@ -233,7 +234,7 @@ class _Bodies:
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
         headers = [] if why is None else [(_OFF_HEADER, f"off: {why}".encode())]
-        reply = _ToldReply(send, state.ospruner_engine, name, headers)
+        reply = _ToldReply(send, state.ospruner_engine, name, headers, state.ospruner_controls)
         reply.chat = scope["path"].endswith("/chat/completions")
         await self._app(scope, again, reply)
 
@@ -245,9 +246,15 @@ class _ToldReply:
     """
 
     def __init__(
-        self, send: Send, engine: Any, name: str | None, headers: list[tuple[bytes, bytes]]
+        self,
+        send: Send,
+        engine: Any,
+        name: str | None,
+        headers: list[tuple[bytes, bytes]],
+        controls: ControlWatch,
     ) -> None:
         self._send, self._engine, self._name, self._headers = send, engine, name, headers
+        self._controls = controls
         self._start: Message = {}
         self._whole = False  # or a stream
         self._held = b""
@@ -270,19 +277,24 @@ class _ToldReply:
             self._held += body
             if message.get("more_body"):
                 return
-            body = _with(self._held, await self._told())
+            said = await _ask(self._engine, REPLY, str(self._name))
+            self._controls.take(one["fork"] for one in said)
+            body = _with(self._held, _told(said))
             length = (b"content-length", str(len(body)).encode())
             others = [one for one in self._start["headers"] if one[0] != length[0]]
             await self._send({**self._start, "headers": [*others, length]})
         elif self._name is not None and _ENDS.search(body):
-            told, self._ended = await self._told(), self._ended + 1
-            if self._ended >= len(told):
-                body = _with(body, told)
+            said, self._ended = await _ask(self._engine, REPLY, str(self._name)), self._ended + 1
+            if self._ended == len(said):
+                self._controls.take(one["fork"] for one in said)
+            if self._ended >= len(said):
+                body = _with(body, _told(said))
         await self._send({**message, "body": body})
 
-    async def _told(self) -> list[dict[str, Any]]:
-        said = await _ask(self._engine, REPLY, str(self._name))
-        return [{name: one[name] for name in _IN_REPLIES} for one in said]
+
+def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a reply tells of its texts."""
+    return [{name: one[name] for name in _IN_REPLIES} for one in said]
 
 
 def _with(body: bytes, told: list[dict[str, Any]]) -> bytes:
@@ -326,6 +338,7 @@ class StopRoutes:
         elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
+        state.ospruner_controls = ControlWatch(engine_client, engine_client.model_config.tokenizer)
 
         def read(body: Any, path: str) -> tuple[Any, str | None, str | None]:
             if not isinstance(body, dict):

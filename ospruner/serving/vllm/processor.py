@@ -172,6 +172,7 @@ class StopRecords:
 
         Called by `collective_rpc("ospruner_told", args=(key, name))`, with the key `stop_id` or a
         reply's. With `answer` those that think close their thinking now.
+        Those of a reply have "fork", too: see `ServedRow.fork`.
         """
         worker: Any = self
         runner, v2 = worker.model_runner, worker.vllm_config.use_v2_model_runner
@@ -180,4 +181,4 @@ class StopRecords:
         rows = own.named(key, name)
         for row in rows:
             row.asked |= answer
-        return [row.report for row in rows]
+        return [row.report | ({"fork": row.fork} if key == REPLY else {}) for row in rows]

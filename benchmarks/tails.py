@@ -1,0 +1,182 @@
+"""How small a policy may be: low-rank adapters and the head alone, against whole copies.
+
+    ospruner demo
+    python benchmarks/tails.py --run runs/demo [--ranks 4 16 64] [--seeds 3] [--json FILE]
+    python benchmarks/tails.py --run runs/thinks --base runs/thinker --test gsm8k
+
+`--run` is a folder with labels/train, labels/validation and labels/TEST. For each form and seed a
+policy of every price is trained on the same labels. Each form takes the learning rate, of the given
+multiples of the default, with which its first seed earns the most on validation. On the test
+traces a form's reward is the mean over seven prices of accuracy less price times thinking tokens;
+its difference from the copies' is paired, and its interval resamples problems and seeds. A killed
+run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timing
+from rich.console import Console
+
+from ospruner.comparing import Judged
+from ospruner.demo import REASONER
+from ospruner.eval.replay import replay
+from ospruner.eval.table import FloatArray
+from ospruner.eval.text import markdown_table
+from ospruner.progress import PhaseBars, Progress
+from ospruner.train.config import RATE, WIDTH, StopConfig
+from ospruner.train.run_folder import has_ended
+from ospruner.train.trainer import StopTrainer
+
+COPIES = "copies"
+PRICES = 7  # geometric, over the policy's range
+REPLICATES = 2000
+BAR = -0.3
+"""Points of reward that a form may lie behind the copies, at the interval's lower end."""
+
+
+class Study:
+    """Trains the policies, and says what each earns.
+
+    Args:
+        args: of this benchmark.
+        progress: is told of phases.
+    """
+
+    def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
+        self.args, self.labels, self.out = args, args.run / "labels", args.run / "tails"
+        self.progress, self.states = progress, args.run / "states"
+        self.forms: dict[str, dict[str, int]] = {COPIES: {}}
+        self.forms |= {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
+        self.forms["head alone"] = {"layers": 0}
+        self.seeds = range(args.seed, args.seed + args.seeds)
+        self.judged = cache(self._judged)
+
+    def _judged(self, split: str) -> Judged:
+        more: dict[str, Any] = {"states": self.states, "progress": self.progress}
+        model = None if split == "validation" else self.judged("validation").model
+        return Judged(str(self.labels / split), str(self.args.base), model=model, **more)
+
+    def trained(self, form: str, rate: float, seed: int) -> Path:
+        """A policy's folder.
+
+        Args:
+            form: of `forms`.
+            rate: multiple of the default learning rate.
+            seed: of the training.
+        """
+        out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
+        if not has_ended(out):
+            config = StopConfig(
+                str(out),
+                base=str(self.args.base),
+                learning_rate=rate
+                * RATE
+                * WIDTH
+                / self.judged("validation").model.config.hidden_size,
+                seed=seed,
+                states=str(self.states),
+                disable_tqdm=True,
+                **self.forms[form],  # type: ignore[arg-type]
+            )
+            splits = (str(self.labels / split) for split in ("train", "validation"))
+            StopTrainer(config, *splits, progress=self.progress).train()
+        return out
+
+    def rewards(self, policy: Path, split: str) -> FloatArray:
+        """(N,) what each trace earns, in points: the mean over the prices."""
+        judged = self.judged(split)
+        said = judged.predicted(str(policy))
+        assert said.prices is not None
+        grid = said.prices.grid()
+        prices = [grid[round(place)] for place in np.linspace(0, len(grid) - 1, PRICES)]
+        outcomes = [replay(judged.split.table, said.probabilities(price)) for price in prices]
+        each = [one.correct - p * one.tokens for p, one in zip(prices, outcomes, strict=True)]
+        rewards: FloatArray = 100 * np.mean(each, axis=0)
+        return rewards
+
+    def chosen_rate(self, form: str) -> float:
+        """The multiple of the default rate with which the first seed earns most on validation."""
+        rates = self.args.rates if form != "head alone" else [1.0]
+        first = {rate: self.trained(form, rate, self.seeds[0]) for rate in rates}
+        earned = {rate: self.rewards(out, "validation").mean() for rate, out in first.items()}
+        return max(earned, key=lambda rate: float(earned[rate]))
+
+    def measured(self) -> dict[str, dict[str, Any]]:
+        """Of each form: rate, size, reward, and its difference from the copies'."""
+        test = self.args.test
+        problems = self.judged(test).split.table.problem_index
+        found: dict[str, dict[str, Any]] = {}
+        earned: dict[str, FloatArray] = {}
+        for form in self.forms:
+            rate = self.chosen_rate(form)
+            folders = [self.trained(form, rate, seed) for seed in self.seeds]
+            earned[form] = np.array([self.rewards(one, test) for one in folders])  # (S, N)
+            ahead = earned[form] - earned[COPIES]
+            low, high = interval(ahead, problems)
+            found[form] = {
+                "rate": rate,
+                "stored_bytes": (folders[0] / "model.safetensors").stat().st_size,
+                "reward": float(earned[form].mean()),
+                "ahead": float(ahead.mean()),
+                "ahead_low": low,
+                "ahead_high": high,
+                "each_seed": earned[form].mean(1).tolist(),
+            }
+        return found
+
+
+def interval(ahead: FloatArray, problems: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean of (S, N) differences: problems and seeds are resampled."""
+    draw = np.random.default_rng(0)
+    sums = np.array([np.bincount(problems, weights=row) for row in ahead])  # (S, P)
+    counts = np.bincount(problems)
+    means = []
+    for _ in range(REPLICATES):
+        seeds = draw.integers(len(ahead), size=len(ahead))
+        taken = draw.integers(len(counts), size=len(counts))
+        means.append(sums[seeds][:, taken].sum() / (len(seeds) * counts[taken].sum()))
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def report(found: dict[str, dict[str, Any]]) -> str:
+    """The forms as a Markdown table."""
+    rows = [
+        [
+            form,
+            f"{one['stored_bytes'] / 1e6:.2f}",
+            f"{one['rate']:g}",
+            f"{one['reward']:.2f}",
+            f"{one['ahead']:+.2f} [{one['ahead_low']:+.2f}, {one['ahead_high']:+.2f}]",
+            "yes" if one["ahead_low"] > BAR else "no",
+        ]
+        for form, one in found.items()
+    ]
+    heads = ["form", "MB", "rate, x default", "reward", "less the copies'", f"above {BAR:g}"]
+    return markdown_table(heads, rows)
+
+
+def main() -> None:
+    """Trains and measures, prints a table, and the numbers as one JSON object."""
+    parser = timing.options(__doc__)
+    parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="folder of the labels")
+    parser.add_argument("--base", type=Path, default=REASONER, help="the labels' base")
+    parser.add_argument("--test", default="test", help="the labels to measure on")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64])
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
+    args = timing.parse(parser)
+    with PhaseBars(Console()) as bars:
+        found = Study(args, bars).measured()
+    print(report(found))
+    timing.print_last_line({"forms": found, "seed": args.seed, "bar": BAR}, args.json)
+
+
+if __name__ == "__main__":
+    main()

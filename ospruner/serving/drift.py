@@ -1,0 +1,90 @@
+"""Whether a promise has gone stale: pruned answers against unpruned ones, without references.
+
+Of a control request, which thinks to its end, the answer forced where the policy would have stopped
+is held against the answer at the end. A calibration says how often the two differ on its problems;
+if traffic drifts, they differ more often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Drift", "Unpruned", "answers_differ"]
+
+_EXCESSES = np.array([0.02, 0.05, 0.1, 0.2])  # of the share that differ, which the bets look for
+
+
+class Drift:
+    """An e-process against "at most `allowed` of the answers differ".
+
+    A capital that starts at answer s is multiplied by 1 + b (x - allowed) with each answer from s
+    on, x being 1 where the two differ, b = excess / (allowed (1 - allowed)). `evidence` is the mean
+    over `_EXCESSES` and over the starts, of which s has the weight 1 / (s (s + 1)): under the null
+    a supermartingale from 1. Whatever the number of answers, and whenever one looks, it reaches
+    1 / level with probability `level` at most (Ville 1939). Starts at any time are why what was in
+    order for long does not hide a drift.
+
+    Args:
+        allowed: the share of the null, in (0, 1).
+        level: the chance of a false alarm, ever.
+        streams: how many streams are followed side by side, each by itself.
+
+    Attributes:
+        seen: answers compared.
+        differed: (C,) how many of them differed.
+        evidence: (C,) see above.
+        alarmed: (C,) whether the evidence has ever reached 1 / level.
+
+    Raises:
+        ValueError: `allowed` or `level` is no number between 0 and 1.
+    """
+
+    def __init__(self, allowed: float, level: float = 0.05, streams: int = 1) -> None:
+        for name, value in (("allowed", allowed), ("level", level)):
+            if not 0 < value < 1:
+                raise ValueError(f"{name} is {value}; it must lie between 0 and 1")
+        self.allowed, self.level, self.seen = allowed, level, 0
+        self._bets = _EXCESSES / (allowed * (1 - allowed))
+        self._capital = np.zeros((streams, len(self._bets)))
+        self.differed = np.zeros(streams, int)
+        self.evidence = np.ones(streams)
+        self.alarmed = np.zeros(streams, bool)
+
+    def see(self, differs: npt.ArrayLike) -> None:
+        """Takes in whether the next answers, (C,) or one, differ."""
+        now = np.broadcast_to(np.asarray(differs, bool), self.differed.shape)
+        self.seen += 1
+        factors = 1 + self._bets * (now[:, None] - self.allowed)
+        self._capital = (self._capital + 1 / (self.seen * (self.seen + 1))) * factors
+        self.differed = self.differed + now
+        self.evidence = self._capital.mean(axis=1) + 1 / (self.seen + 1)
+        self.alarmed = self.alarmed | (self.evidence >= 1 / self.level)
+
+
+@dataclass
+class Unpruned:
+    """The text of a control request, and where the policy would have stopped it.
+
+    Attributes:
+        prompt_ids: its prompt.
+        text_ids: what was generated so far.
+        answer_ids: of that the forced answer, after what was forced.
+        stop: text tokens before the first stop; None where the policy would not have stopped.
+    """
+
+    prompt_ids: list[int]
+    text_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
+    stop: int | None = None
+
+
+def answers_differ(one: str, other: str) -> bool:
+    """Whether two forced answers differ, but for white space: the same in calibration and server.
+
+    Equal values written in two ways differ here, on both sides alike: what is watched is whether
+    they differ more often than they did.
+    """
+    return "".join(one.split()) != "".join(other.split())

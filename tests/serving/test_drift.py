@@ -1,0 +1,57 @@
+"""The e-process on the answers of control requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ospruner.serving.drift import Drift, answers_differ
+
+
+def test_evidence_is_the_mean_of_the_bets_capital() -> None:
+    """Against the sums written out: every start, every bet."""
+    draws = np.random.default_rng(0).random(60) < 0.3
+    allowed, drift = 0.2, Drift(0.2)
+    for now in draws:
+        drift.see(now)
+    n = len(draws)
+    capital = [1 / (n + 1)]
+    for start in range(n):
+        bets = [
+            np.prod(1 + e / (allowed * (1 - allowed)) * (draws[start:] - allowed))
+            for e in (0.02, 0.05, 0.1, 0.2)
+        ]
+        capital.append(float(np.mean(bets)) / ((start + 1) * (start + 2)))
+    assert drift.evidence[0] == pytest.approx(sum(capital))
+    assert (drift.seen, drift.differed[0]) == (n, draws.sum())
+
+
+def test_false_alarms_are_rare_and_drifts_are_seen() -> None:
+    """400 streams of 1,000 answers: at most 5 % alarm at the null, nearly all at 15 points more."""
+    draw = np.random.default_rng(1)
+    for share, least, most in ((0.1, 0.0, 0.05), (0.25, 0.95, 1.0)):
+        drift = Drift(0.1, 0.05, streams=400)
+        for _ in range(1000):
+            drift.see(draw.random(400) < share)
+        assert least <= drift.alarmed.mean() <= most
+
+
+def test_what_was_in_order_for_long_hides_no_drift() -> None:
+    drift = Drift(0.1)
+    for _ in range(2000):
+        drift.see(False)
+    for _ in range(200):
+        drift.see(np.random.default_rng(drift.seen).random() < 0.5)
+    assert drift.alarmed[0]
+
+
+@pytest.mark.parametrize("wrong", [{"allowed": 0.0}, {"allowed": 1.0}, {"level": 0.0}])
+def test_wrong_shares_are_refused(wrong: dict[str, float]) -> None:
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Drift(**({"allowed": 0.1} | wrong))
+
+
+def test_white_space_alone_is_no_difference() -> None:
+    assert not answers_differ("1 000}", " 1000 }")
+    assert answers_differ("1/2}", "0.5}")
