@@ -12,9 +12,8 @@ __all__ = ["saved_by"]
 _SERIES = re.compile(
     r'^ospruner_thinking_(ended|tokens|squares)_total{group="(\w+)",reason="(\w+)"} (\S+)$', re.M
 )
-_PROMISED = r'{max_loss="(\S+?)",confidence="(\S+?)",allowed="(\S+?)"'
-_COMPARED = re.compile(rf'^ospruner_control_answers_total{_PROMISED},differs="(\w+)"}} (\S+)$', re.M)
-_EVIDENCE = re.compile(rf"^ospruner_drift_evidence{_PROMISED}}} (\S+)$", re.M)
+_PROMISES = re.compile(r"^ospruner_(control_answers_total|drift_evidence){(.*)} (\S+)$", re.M)
+_LABEL = re.compile(r'(\w+)="(.*?)"')
 _QUANTILE = 1.96  # of a 95 % interval
 _FEWEST = 2  # requests of a group that has a variance
 
@@ -37,20 +36,20 @@ def saved_by(url: str) -> str:
 
 def _drifts(metrics: str) -> list[str]:
     """What is said of each promise's control answers; see `drift.Drift`."""
-    counts: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for *promise, differs, value in _COMPARED.findall(metrics):
-        counts[tuple(promise)][differs] += float(value)
+    found: dict[tuple[float, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for kind, text, value in _PROMISES.findall(metrics):
+        labels = dict(_LABEL.findall(text))
+        promise = tuple(float(labels[name]) for name in ("max_loss", "confidence", "allowed"))
+        found[promise][labels.get("differs", kind)] += float(value)
     lines = []
-    for *promise, value in _EVIDENCE.findall(metrics):
-        max_loss, confidence, allowed = promise
-        found, needed = counts[tuple(promise)], 1 / (1 - float(confidence))
-        seen = found["yes"] + found["no"]
-        drifted = float(value) >= needed
-        told = "DRIFTED: calibrate on today's problems" if drifted else "no sign of drift"
+    for (max_loss, confidence, allowed), of in sorted(found.items()):
+        seen, evidence, needed = of["yes"] + of["no"], of["drift_evidence"], 1 / (1 - confidence)
+        drifted = "DRIFTED: calibrate on today's problems"
         lines.append(
-            f"promise of {100 * float(max_loss):g} points: of {seen:,.0f} control answers "
-            f"{found['yes'] / max(seen, 1):.1%} differ where the policy stops, {float(allowed):.1%} "
-            f"are allowed; evidence {float(value):.3g} of {needed:.3g}: {told}"
+            f"promise of {100 * max_loss:g} points: of {seen:,.0f} control answers "
+            f"{of['yes'] / max(seen, 1):.1%} differ where the policy stops, {allowed:.1%} are "
+            f"allowed; evidence {evidence:.3g} of {needed:.3g}: "
+            + (drifted if evidence >= needed else "no sign of drift")
         )
     return lines
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm import SamplingParams, TokensPrompt
+from vllm.logger import init_logger
 
 from ..drift import Drift, answers_differ
 from ..requests import ON
 
 __all__ = ["ControlWatch"]
 
-logger = logging.getLogger(__name__)
+logger = init_logger("vllm.ospruner")  # vLLM's own are the ones that its servers write
 _LABELS = ("max_loss", "confidence", "allowed")
 _COMPARED = Counter(
     "ospruner_control_answers_total",

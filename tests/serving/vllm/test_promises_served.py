@@ -20,7 +20,7 @@ from .plugin_replay import make_policy
 from .test_server import serving
 
 pytestmark = [pytest.mark.slow, needs_vllm]
-REQUESTS = 12
+REQUESTS = 20
 
 
 def test_answers_of_the_control_group_are_compared(reasoner: Reasoner, tmp_path: Path) -> None:
@@ -34,22 +34,22 @@ def test_answers_of_the_control_group_are_compared(reasoner: Reasoner, tmp_path:
     promise |= {"disagreement": 0.01, "traffic": {"thinking_tokens": bins, "first_step": bins}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"calibrations": [promise]}))
     instruction = reasoner.token_format.format.user_instruction
-    with serving(folder, "--max-loss", "0.02", "--control", "1") as url:
+    with serving(folder, "--max-loss", "0.02", "--control", "0.7") as url:
         for number, one in enumerate(draw_split("test", REQUESTS, 0)):
             turn = {"role": "user", "content": f"{one.problem}\n\n{instruction}"}
             body = {"model": "toy", "messages": [turn], "max_tokens": 500, "temperature": 0}
             reply = httpx.post(
                 f"{url}/v1/chat/completions", json=body | {"stream": number % 2 == 0}, timeout=300
             )
-            assert '"reason": "natural"' in reply.text or "length" in reply.text, reply.text
-        pattern = r'^ospruner_control_answers_total\{.*differs="(\w+)"\} (\S+)$'
+            assert '"ospruner":' in reply.text, reply.text
+        pattern = r'^ospruner_control_answers_total\{.*differs="(\w+)".*\} (\S+)$'
         for _ in range(60):
             told = httpx.get(f"{url}/metrics").text
             found = {name: float(n) for name, n in re.findall(pattern, told, re.M)}
-            if sum(found.values()) >= REQUESTS - 2:  # some reach the cap of tokens
+            if sum(found.values()) >= REQUESTS / 2:
                 break
             time.sleep(1)
-        assert found["yes"] > REQUESTS / 2
+        assert found["yes"] > sum(found.values()) / 2
         said = saved_by(url)
     assert "promise of 2 points: of " in said
     assert "3.0% are allowed" in said
