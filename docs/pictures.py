@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tables import DOCS, OURS, REAL_SETS, content_of
 
-from ospruner.eval.methods import EVERY_PRICE
+from ospruner.eval.methods import EVERY_PRICE, ORACLE
 from ospruner.eval.report.pictures import (
     FAINT,
     FRONTIER_COLOUR,
@@ -64,7 +64,9 @@ def leads(panels: Panels) -> Figure:
     figure, grid = canvas(len(panels), 4.6)
     for axes, (heading, content) in zip(grid, panels.items(), strict=True):
         frame = Results.from_dict(content).frontiers
-        others = frame[frame["lead"].notna()].sort_values("lead", ascending=False)
+        others = frame[frame["lead"].notna() & (frame["method"] != ORACLE)].sort_values(
+            "lead", ascending=False
+        )
         lead, low, high = (100 * others[f"lead{end}"] for end in ENDS)
         places = np.arange(len(others))
         colours = [FRONTIER_COLOUR if name in OURS else INK for name in others["method"]]
@@ -86,7 +88,7 @@ def gaps(panels: Panels) -> Figure:
         frame = Results.from_dict(content).frontiers.set_index("method")
         prices = prices_of(frame, "gap")
         shares = 100 * frame[list(prices.values())]
-        rivals = shares.drop(index=[name for name in OURS if name in shares.index])
+        rivals = shares.drop(index=[name for name in (*OURS, ORACLE) if name in shares.index])
         best = list(dict.fromkeys(rivals.idxmax()))  # at one price or another
         for method, row in shares.iterrows():
             axes.plot(list(prices), row, **look(str(method), best))

@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.limits import FIXED
+from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES, ORACLE
 from ospruner.eval.report.tables import MAIN, Column, Table
-from ospruner.eval.results import Results, prices_of
+from ospruner.eval.results import Estimate, Results, prices_of
 from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
@@ -40,7 +42,7 @@ REAL_SETS = {
 SHOWN_EVERY = 6  # of the 31 prices of a policy of every price
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 OURS = (FRONTIER, EVERY_PRICE, "OS-Pruner, annealed")
-CLASSIFIERS = [name for name in METHOD_NAMES.values() if name != FRONTIER]
+CLASSIFIERS = [name for name in METHOD_NAMES.values() if name != FRONTIER] + [LEARN_STOP.method]
 SPREAD = {
     "accuracy_points": ("accuracy, points", 2),
     "accuracy_standard_error": ("its standard error", 2),
@@ -61,12 +63,6 @@ def shown(results: Results, frame: pd.DataFrame) -> str:
     return Table.of(frame, MAIN, labels, corner="").markdown()
 
 
-def points(file: Content) -> str:
-    """Every rule of the file, and the limits."""
-    results = Results.from_dict(file)
-    return shown(results, results.frame)
-
-
 def next_to_prices(results: Results) -> pd.DataFrame:
     """Of a policy of every price the rows next to the rewards' prices, or else every sixth."""
     ours = results.rules[results.rules["method"] == EVERY_PRICE]
@@ -76,7 +72,7 @@ def next_to_prices(results: Results) -> pd.DataFrame:
 
 
 def at_prices(file: Content) -> str:
-    """As `points`; of a policy of every price only some rows, and the chosen one."""
+    """Every rule of the file and the limits; of a policy of every price the chosen row and some."""
     results = Results.from_dict(file)
     rules = results.rules
     ours = rules["method"] == EVERY_PRICE
@@ -127,10 +123,12 @@ def engines(file: Content) -> str:
 
 
 def areas(file: Content) -> str:
-    """The area under each method's frontier, and what OS-Pruner has more."""
+    """Area under each method's frontier, and what OS-Pruner has more, or thinks less."""
     frame = Results.from_dict(file).frontiers
     lead = Column("area of OS-Pruner minus this one, points", "lead", 100, 1, signed=True)
-    columns = (Column("area, %", "area", 100, 1), lead)
+    columns = [Column("area, %", "area", 100, 1), lead]
+    if "fewer" in frame:
+        columns.append(Column("tokens above it, %", "fewer", 100, 1, signed=True))
     return Table.of(frame, columns, frame["method"].tolist(), corner="").markdown()
 
 
@@ -159,16 +157,53 @@ def spread(file: Content) -> str:
 
 
 def readme(file: Content) -> str:
-    """The full trace, one policy at several prices, the best classifier and the best budget."""
+    """What validation chose of each kind of method, trivial rules and the oracle.
+
+    Of a file without a choice: one policy at several prices, and the best classifier by AES.
+    """
     results = Results.from_dict(file)
     rules, limits = results.rules, results.limits
-    tried = rules[rules["method"].isin(CLASSIFIERS)]
-    classifier = tried.loc[[tried["aes"].fillna(-math.inf).idxmax()]]
-    budget = limits[limits["method"] == "best fixed budget"]
-    found = pd.concat([rules[:1], next_to_prices(results), classifier, budget])
-    labels = [named(one) for _, one in found.iterrows()]
-    labels[-2] = f"best classifier: {labels[-2]}"
-    return Table.of(found, MAIN[:3], labels, corner="").markdown()
+    chosen = rules[rules["chosen"].astype(bool)]
+    if "validation_aes" not in rules:
+        tried = rules[rules["method"].isin(CLASSIFIERS)]
+        classifier = tried.loc[[tried["aes"].fillna(-math.inf).idxmax()]]
+        parts = [rules[:1], next_to_prices(results), classifier]
+        parts.append(limits[limits["method"] == "best fixed budget"])
+        return _first_table(parts, {2: "best classifier: "})
+    classifiers = chosen["method"].isin(CLASSIFIERS)
+    free = ~classifiers & ~chosen["method"].isin(OURS) & (chosen["method"] != "loops")
+    best = [chosen[one].nlargest(1, "validation_aes") for one in (classifiers, free)]
+    ours = chosen[chosen["method"].isin(OURS)]
+    loops = chosen[chosen["method"] == "loops"]
+    parts = [rules[:1], ours, *best, loops, limits]
+    table = _first_table(parts, {2: "best classifier: ", 3: "best rule: "})
+    return f"{table}\n{rival(results)}"
+
+
+def _first_table(parts: Sequence[pd.DataFrame], heads: Mapping[int, str]) -> str:
+    """Rows of results, with compute where it was counted; `heads` stand before a part's names."""
+    found = pd.concat(parts)
+    labels = [
+        heads.get(n, "") + named(one) for n, part in enumerate(parts) for _, one in part.iterrows()
+    ]
+    counted = found.get("flops_ratio", pd.Series(dtype=float)).notna().any()
+    columns = (*MAIN[:3], *([Column("compute, %", "flops_ratio", 100)] if counted else ()))
+    return Table.of(found, columns, labels, corner="").markdown()
+
+
+def rival(results: Results) -> str:
+    """The best rival, by its area on validation, beside our policy: a sentence."""
+    frame = results.frontiers
+    others = frame[~frame["method"].isin((*OURS, *FIXED, ORACLE))]
+    best = others.loc[others["validation_area"].idxmax()]
+    fewer, lead = (Estimate.of(best, name) for name in ("fewer", "lead"))
+    return (
+        f"Each setting is the one of the highest AES on validation problems. The rival of the "
+        f"largest area there is {best['method']}: for the accuracy of our chosen price it thinks "
+        f"{fewer.text(100, 1, signed=True)} % of a full trace more, and its area is "
+        f"{lead.text(100, 1, signed=True)} points smaller. Brackets are 95 % intervals by problem "
+        "and training seed, and hold the choice.\n"
+    )
 
 
 def real_labels(file: Content) -> str:
@@ -202,38 +237,6 @@ def real_growth(file: Content) -> str:
     return markdown_table(["right, %, after", *(f"{100 * s:.0f} %" for s in SHARES)], rows)
 
 
-def real_costs(file: Content) -> str:
-    """What labelling the real model has cost, set by set."""
-    rows = []
-    for name, stats in file["problems"].items():
-        seconds = file["commands"][f"label {name}"]["seconds"]
-        rows.append(
-            [
-                REAL_SETS[name],
-                f"{stats['sampling_computed_tokens'] / stats['traces']:.0f}",
-                f"{stats['computed_tokens'] / stats['traces']:.0f}",
-                f"{seconds / stats['traces']:.1f}",
-            ]
-        )
-    heads = [
-        "of a trace",
-        "tokens of prompt and thinking",
-        "tokens of all forced answers",
-        "seconds",
-    ]
-    return markdown_table(heads, rows)
-
-
-def real_training(file: Content) -> str:
-    """What each later step of the run on the real model took."""
-    rows = [
-        [name, f"{entry['seconds'] / 60:.0f}"]
-        for name, entry in file["commands"].items()
-        if name.startswith(("train", "frontier", "replay"))
-    ]
-    return markdown_table(["", "minutes"], rows)
-
-
 def claims(file: Content) -> str:
     """For how many seeds each of the demo's claims held."""
     found = file["seeds"]
@@ -245,7 +248,6 @@ def claims(file: Content) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
-    "points": points,
     "at-prices": at_prices,
     "areas": areas,
     "gaps": gaps,
@@ -253,8 +255,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "readme": readme,
     "real-labels": real_labels,
     "real-growth": real_growth,
-    "real-costs": real_costs,
-    "real-training": real_training,
     "online": online,
     "served": served,
     "engines": engines,
@@ -262,10 +262,10 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 
 
-def content_of(name: str) -> Content:
+def content_of(name: str, folder: Path = DOCS) -> Content:
     """What a file holds, or what stands in it under "FILE:KEY.KEY"."""
     file, _, keys = name.partition(":")
-    content: Content = json.loads((DOCS / file).read_text("utf-8"))
+    content: Content = json.loads((folder / file).read_text("utf-8"))
     for key in filter(None, keys.split(".")):
         content = content[key]
     return content

@@ -5,6 +5,7 @@ table       the same traces as padded arrays
 replay      expected accuracy and length of a policy on labelled traces
 measured    rules without training on labelled traces
 learnstop   a classifier of scalars, fitted here
+recorded    what methods say at every step, and its file
 methods     policies by name, and how they decide
 compare     one comparison of all of these
 online      the same methods by generating

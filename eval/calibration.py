@@ -7,7 +7,9 @@ chance that it loses more is at most 1 - confidence (`boldest_kept`).
 
 What is tested is the loss of each *problem*, D in [-1, 1]: the grade of the answer forced at the
 full trace's end less that of the one forced at the stop, averaged over the problem's traces, so
-that several traces of a problem are one unit.
+that several traces of a problem are one unit. Tests take (C, n) losses of C calibrations, in the
+order of betting; `max_loss` is the null's, `level` the chance of a wrong rejection, and they return
+(C,) which calibrations reject.
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def boldest_kept(
     point that is lost at the most careful setting alone does not end it all.
 
     Args:
-        lost: (C, n) losses at each of J settings, from careful to bold, in the order of betting.
+        lost: (C, n) losses at each of J settings, from careful to bold.
         max_loss: the accuracy that may be lost.
         level: the chance that a setting is taken that loses more.
         test: which one.
@@ -228,12 +230,12 @@ def boldest_kept(
 def forecast(
     lost: Sequence[FloatArray], saved: FloatArray, problems: int, max_loss: float, level: float
 ) -> float:
-    """What calibrations on so many problems like these would save, in the mean.
+    """What calibrations on so many problems, drawn from these with replacement, save in the mean.
 
     Args:
         lost: (P,) losses of the problems at hand at each of J settings, from careful to bold.
         saved: (J,) shares of the thinking tokens.
-        problems: of one calibration; they are drawn from those at hand, with replacement.
+        problems: of one calibration.
         max_loss: the accuracy that may be lost.
         level: the chance that a setting is taken that loses more.
     """
@@ -249,16 +251,8 @@ def problems_needed(
 ) -> int | None:
     """About how many problems like these a test needs to pass in half of all calibrations.
 
-    By the normal approximation of the score, and by the growth of a capital that is bet well.
-
-    Args:
-        lost: (P,) losses of the problems at hand.
-        max_loss: of the null.
-        level: the chance of a wrong rejection.
-        test: which one.
-
-    Returns:
-        The number; None where they lose as much as `max_loss`, so that no number does.
+    By the normal approximation of the score, and by the growth of a capital that is bet well. None
+    where these (P,) losses are as much as `max_loss`, so that no number does.
     """
     gap = max_loss - float(lost.mean())
     if gap <= 0:
@@ -279,16 +273,8 @@ def betting_rejects(
 
     A capital of 1 is multiplied by 1 + b_t (max_loss - D_t), where the bet b_t depends on the
     problems before t only: under the null it is a supermartingale, which reaches 1 / level with
-    probability `level` at most (Waudby-Smith and Ramdas 2024, arXiv:2010.09686, theorem 3).
-
-    Args:
-        lost: (C, n) losses in [-1, 1] of C calibrations, in the order of betting.
-        max_loss: of the null.
-        level: the chance of a wrong rejection.
-        variance: what D's variance is thought to be before any was seen.
-
-    Returns:
-        (C,) which calibrations reject.
+    probability `level` at most (Waudby-Smith and Ramdas 2024, arXiv:2010.09686, theorem 3). The
+    variance is what D's is thought to be before any was seen.
     """
     n = lost.shape[1]
     seen = np.arange(n)
@@ -305,13 +291,7 @@ def betting_rejects(
 def exact_rejects(lost: FloatArray, max_loss: float, level: float) -> BoolArray:
     """Rejects "the mean loss is `max_loss` or more" by the counts of harmed and helped problems.
 
-    Args:
-        lost: (C, n) losses of C calibrations, each -1, 0 or 1.
-        max_loss: of the null.
-        level: the chance of a wrong rejection.
-
-    Returns:
-        (C,) which calibrations reject.
+    Each loss is -1, 0 or 1.
     """
     n = lost.shape[1]
     harmed, helped = (lost > 0.5).sum(axis=1), (lost < -0.5).sum(axis=1)

@@ -1,8 +1,10 @@
 """One comparison of policies and rules on labelled traces: nothing is generated.
 
-Every method becomes `Rule`s, one for each of its settings, with their outcomes. Where there are
-traces of other problems to choose on, a method whose name alone was given is tried at many settings
-there, the one of the highest AES is chosen, and intervals choose again in each resample.
+First each method is asked what it says at every step (`Recorded`, which is kept as a file), then
+every number is computed from that alone. A method becomes `Rule`s, one for each of its settings.
+Where there are traces of other problems to choose on, a method whose name alone was given is tried
+at many settings there, the one of the highest AES is chosen, and intervals choose again in each
+resample.
 """
 
 from __future__ import annotations
@@ -14,36 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from datasets import Dataset
 
+from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
 from .evaluation import Evaluation, trace_hash
 from .frontiers import frontiers, worth_asking
 from .intervals import REPLICATES, Chosen, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
-from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
-from .measured import (
-    COUNT,
-    PolicyOutputs,
-    Split,
-    family_thresholds,
-    measure,
-    replay_rule,
-    spread_values,
-)
+from .limits import fixed_rules, hindsight_oracle, hindsight_oracle_no_loss, oracle_rules
+from .measured import Measured, Predicted, Split, family_thresholds, measure
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
-from .problems.problem import shared_problems
+from .problems.problem import shared_problems, text_key
+from .recorded import SIGNALS_FILE, Method, Recorded, Signals, key_of
 from .replay import Outcome, replay, replay_full
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
-from .table import TraceTable
 
-Method = PolicyUse | StopRule | Family | str
-"""A policy with its setting, a rule, a rule whose threshold is open, or "learnstop"."""
+_MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +46,12 @@ class Report:
     Attributes:
         evaluation: the outcomes, trace by trace.
         results: every number with its interval, as the file holds it.
-
+        recorded: what they were computed from; None of what was generated.
     """
 
     evaluation: Evaluation
     results: Results
+    recorded: Recorded | None = None
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -85,7 +79,7 @@ class Report:
         return Table.of(main_rows(self.frame), MAIN, corner="method").latex()
 
     def save(self, folder: str | Path) -> None:
-        """Writes numbers and picture into a folder; those of the same settings go.
+        """Writes numbers, picture and signals into a folder; those of the same settings go.
 
         Raises:
             ValueError: the folder holds a comparison of other settings, or other files.
@@ -96,6 +90,12 @@ class Report:
 
         self.results.save(folder / RESULTS_FILE)
         self.plot(folder / "pareto.png")
+        if self.recorded is not None:
+            made_by = self.recorded.made_by
+            if not made_by:
+                own = dataclasses.asdict(provenance(folder, seed=self.evaluation.seed))
+                made_by = {name: own[name] for name in _MADE_BY}
+            self.recorded.save(folder / SIGNALS_FILE, made_by)
 
 
 def compare(
@@ -125,51 +125,35 @@ def compare(
         ValueError: problems that are in both splits, a family without traces to
             choose on, or labels that lack what a rule reads.
     """
-    table = test.table
+    splits = [test] if choose_on is None else [test, choose_on]
     if choose_on is not None:
         refuse_shared(test.dataset, choose_on.dataset)
-    prices = worth_asking(table) if prices is None else tuple(prices)
-    rules, left_out = _rules_of(methods, test, choose_on, train)
-    if methods and not rules:
+    found = [Signals(one.table, list(map(text_key, one.dataset["problem"]))) for one in splits]
+    kept: list[Method] = []
+    left_out: dict[str, str] = {}
+    for method in methods:
+        try:
+            _record(method, splits, found, train)
+        except ValueError as error:
+            if not isinstance(method, Family) or choose_on is None or len(methods) == 1:
+                raise
+            left_out[method.method or method.name] = str(error)
+        else:
+            kept.append(method)
+    if methods and not kept:
         raise ValueError(f"no method could be replayed: {left_out}")
-    rules = pool_seeds(rules)
-    of_method: dict[str, list[Rule]] = {}
-    for rule in rules:
-        of_method.setdefault(rule.method, []).append(rule)
-    limits = [
-        Rule(ORACLE, hindsight_oracle(table)),
-        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
-    ]
-    areas, on_frontier = frame_of([], "frontiers"), set()
-    if choose_on is not None:
-        there = choose_on.table
-        limits = [best_fixed(unit, there, table) for unit in ("tokens", "step")] + limits
-        full = replay_full(there)
-        for of in of_method.values():
-            if len(of) > 1:
-                taken = Chosen(of, full, there.problem_index, variant).taken()
-                same = (taken.method, taken.parameter)
-                rules = [taken if (one.method, one.parameter) == same else one for one in rules]
-        areas, places = frontiers(of_method, there, table, prices, replicates)
-        on_frontier = {(m, of_method[m][k].parameter) for m, ks in places.items() for k in ks}
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
-    evaluation = Evaluation(
-        settings={**named, "labels": trace_hash(table), **(settings or {})},
-        rules=[Rule(FULL, replay_full(table)), *rules],
-        limits=limits,
-        problem_index=table.problem_index,
-        natural_correct=table.natural_correct,
-    )
-    found = evaluation.results(variant, prices)
-    about = {**found.about, "left_out": left_out}
-    marked = found.frame.assign(
-        frontier=[
-            (one.method, one.parameter) in on_frontier
-            for one in (*evaluation.rules, *evaluation.limits)
-        ]
-    )
-    return Report(
-        evaluation, dataclasses.replace(found, frame=marked, frontiers=areas, about=about)
+    return report_of(
+        Recorded(
+            methods=kept,
+            test=found[0],
+            validation=found[1] if choose_on is not None else None,
+            settings={**named, "labels": trace_hash(test.table), **(settings or {})},
+            variant=variant,
+            prices=worth_asking(test.table) if prices is None else tuple(prices),
+            replicates=replicates,
+            left_out=left_out,
+        )
     )
 
 
@@ -182,44 +166,115 @@ def refuse_shared(test: Dataset, choose_on: Dataset) -> None:
         )
 
 
-def _rules_of(
-    methods: Sequence[Method],
-    test: Split,
-    choose_on: Split | None,
-    train: Split | None,
-) -> tuple[list[Rule], dict[str, str]]:
-    """Every setting as a rule, policies first, and why a method is left out."""
-    splits = [test] if choose_on is None else [test, choose_on]
-    left_out: dict[str, str] = {}
-    uses = [method for method in methods if isinstance(method, PolicyUse)]
-    said = {use.path: [split.said(use) for split in splits] for use in uses}
+def _record(
+    method: Method, splits: Sequence[Split], found: Sequence[Signals], train: Split | None
+) -> None:
+    """Keeps what a method says on each split, once for all its settings."""
+    if isinstance(method, PolicyUse):
+        for split, into in zip(splits, found, strict=True):
+            if method.path not in into.policies:
+                into.policies[method.path] = _charged(method, split)
+        return
+    rule, family = (method, method.family) if isinstance(method, StopRule) else (None, method)
+    if len(splits) == 1 and (rule is None or family is LEARN_STOP):
+        raise ValueError(
+            f"{family.name!r} has no threshold, and there are no traces to choose one on: give "
+            f"one, such as {family.name}:0.5, or traces to choose on (choose_on)"
+        )
+    if (key := key_of(method)) not in found[0].rules:
+        both: Sequence[Measured]
+        if family is LEARN_STOP:
+            both = learn_stop(*splits, train)
+        else:
+            both = [measure(split, family, rule) for split in splits]
+        for measured, into in zip(both, found, strict=True):
+            into.rules[key] = measured
+
+
+def _charged(use: PolicyUse, split: Split) -> Predicted:
+    """What a policy says, with what it computes to decide."""
+    said, config = split.said(use), use.config
+    if said.flops is not None or split.compute is None:
+        return said
+    queries = config.tuning == "queries"
+    flops = split.compute.tail(split.table, config.num_policy_layers, queries)
+    return dataclasses.replace(said, flops=flops)
+
+
+def report_of(recorded: Recorded) -> Report:
+    """Every number of a comparison from what its methods say: no weights, no text."""
+    test, variant = recorded.test, recorded.variant
+    table = test.table
+    rules = pool_seeds(_rules_of(recorded))
+    of_method: dict[str, list[Rule]] = {}
+    for rule in rules:
+        of_method.setdefault(rule.method, []).append(rule)
+    limits = [
+        Rule(ORACLE, hindsight_oracle(table)),
+        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
+    ]
+    areas, on_frontier = frame_of([], "frontiers"), set()
+    scores: dict[tuple[str, float | None], float] = {}  # AES on validation
+    if recorded.validation is not None:
+        there = recorded.validation.table
+        full = replay_full(there)
+        fixed = fixed_rules(there, table)
+        for of in of_method.values():
+            choice = Chosen(of, full, there.problem_index, variant)
+            found = choice.scores(1)[0].tolist()
+            scores |= {(one.method, one.parameter): x for one, x in zip(of, found, strict=True)}
+            if len(of) > 1:
+                taken = choice.taken()
+                same = (taken.method, taken.parameter)
+                rules = [taken if (one.method, one.parameter) == same else one for one in rules]
+        for name, of in fixed.items():
+            taken = Chosen(of, full, there.problem_index, variant).taken()
+            limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
+        # Rules that anyone has, and the one that knows the grades, beside the methods.
+        everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}
+        everything[ORACLE] = oracle_rules(there, table)
+        areas, places = frontiers(
+            everything, there, table, recorded.prices, recorded.replicates, variant=variant
+        )
+        on_frontier = {(m, everything[m][k].parameter) for m, ks in places.items() for k in ks}
+    evaluation = Evaluation(
+        settings=recorded.settings,
+        rules=[Rule(FULL, replay_full(table)), *rules],
+        limits=limits,
+        problem_index=table.problem_index,
+        natural_correct=table.natural_correct,
+    )
+    results = evaluation.results(variant, recorded.prices)
+    keys = [(one.method, one.parameter) for one in (*evaluation.rules, *evaluation.limits)]
+    marked = results.frame.assign(frontier=[key in on_frontier for key in keys])
+    if scores:
+        marked["validation_aes"] = [scores.get(key, np.nan) for key in keys]
+    about = {**results.about, "left_out": dict(recorded.left_out)}
+    results = dataclasses.replace(results, frame=marked, frontiers=areas, about=about)
+    return Report(evaluation, results, recorded)
+
+
+def _rules_of(recorded: Recorded) -> list[Rule]:
+    """Every setting as a rule, policies first."""
+    splits = [one for one in (recorded.test, recorded.validation) if one is not None]
+    uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
     rules = []
-    for use in uses if choose_on is None else _with_thresholds(uses, said, choose_on.table):
-        found = [replay_use(use, *both) for both in zip(splits, said[use.path], strict=True)]
+    for use in uses if recorded.validation is None else _with_thresholds(uses, recorded.validation):
+        found = [replay_use(use, split) for split in splits]
         rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
-    for method in methods:
+    for method in recorded.methods:
         if isinstance(method, PolicyUse):
             continue
+        key, family = key_of(method), method
+        measured = [split.rules[key] for split in splits]
         if isinstance(method, StopRule):
-            found = [replay_rule(split, method) for split in splits]
-            name = method.family.parameter_name
-            rules.append(_rule(method.method, method.threshold, name, found))
-            continue
-        name = method.name if isinstance(method, Family) else method
-        if choose_on is None:
-            raise ValueError(
-                f"{name!r} has no threshold, and there are no traces to choose one on: give one, "
-                f"such as {name}:0.5, or traces to choose on (choose_on)"
-            )
-        if isinstance(method, str):
-            rules += _learn_stop_rules(test, choose_on, train)
-            continue
-        try:
-            rules += _family_rules(method, test, choose_on)
-        except ValueError as error:
-            if len(methods) == 1:
-                raise
-            left_out[method.method or method.name] = str(error)
+            family, thresholds = method.family, (method.threshold,)
+        else:
+            thresholds = family_thresholds(method, measured[-1].signals)
+        for value in thresholds:
+            both = zip(measured, splits, strict=True)
+            found = [one.outcome(split.table, family, value) for one, split in both]
+            rules.append(_rule(family.method or family.name, value, family.parameter_name, found))
     trained = {use.method for use in uses}  # whose rules of one name are training seeds
     named: set[tuple[str, float | None]] = set()
     for rule in rules:
@@ -229,7 +284,7 @@ def _rules_of(
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
         named.add(one)
-    return rules, left_out
+    return rules
 
 
 def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
@@ -237,13 +292,13 @@ def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outco
     return Rule(method, found[0], parameter, name, validation=tuple(found[1:]))
 
 
-def _with_thresholds(
-    uses: Sequence[PolicyUse], said: dict[str, list[PolicyOutputs]], choose_on: TraceTable
-) -> list[PolicyUse]:
+def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Signals) -> list[PolicyUse]:
     """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
 
-    Each is named once for every threshold of the paper: the first stands for all.
+    Each is named once for every threshold of the paper: the first stands for all. At the forced
+    last step nothing is decided.
     """
+    free = np.arange(choose_on.table.mask.shape[1]) < choose_on.table.last[:, None]
     found: dict[tuple[str, float | None, float | None], PolicyUse] = {}
     grids: dict[str, tuple[float, ...]] = {}
     for use in uses:
@@ -251,8 +306,9 @@ def _with_thresholds(
         if use.by_name and not use.is_ours:
             if use.method not in grids:
                 seeds = {one.path for one in uses if one.by_name and one.method == use.method}
-                signals = np.stack([said[path][1].at(None) for path in sorted(seeds)])
-                grids[use.method] = policy_thresholds(choose_on, signals)
+                said = [choose_on.policies[path].probabilities() for path in sorted(seeds)]
+                signals = np.where(free, np.stack(said), np.nan)
+                grids[use.method] = family_thresholds(LEARN_STOP, signals)  # of probabilities, too
             thresholds = grids[use.method]
         for value in thresholds:
             key = use.path, use.asked_price, value
@@ -260,57 +316,10 @@ def _with_thresholds(
     return list(found.values())
 
 
-def policy_thresholds(
-    table: TraceTable, probabilities: npt.ArrayLike, count: int = COUNT
-) -> tuple[float, ...]:
-    """Thresholds for a policy that stops from a stop probability: from 1 (never) down to 0.
-
-    Args:
-        table: the traces to choose on.
-        probabilities: (N, T) on these, or (S, N, T) of several training seeds.
-        count: thresholds, the two ends included.
-    """
-    free = np.arange(table.mask.shape[1]) < table.last[:, None]
-    values = spread_values(np.where(free, np.asarray(probabilities), np.nan), count - 2)
-    return tuple(sorted({0.0, 1.0, *values}, reverse=True))
-
-
-def replay_use(use: PolicyUse, split: Split, said: PolicyOutputs) -> Outcome:
+def replay_use(use: PolicyUse, split: Signals) -> Outcome:
     """What a policy does on labelled traces, charged for what it computes to decide."""
-    table, config = split.table, use.config
-    if table.flops is not None and said.read_flops is not None:
-        table = dataclasses.replace(table, flops=table.flops + said.read_flops)
-    elif split.compute is not None:
-        queries = config.tuning == "queries"
-        table = split.compute.charge_tail(table, config.num_policy_layers, queries)
-    pi = said.at(use.price if use.is_ours else None)
+    said, table = split.policies[use.path], split.table
+    if table.flops is not None and said.flops is not None:
+        table = dataclasses.replace(table, flops=table.flops + said.flops)
+    pi = said.probabilities(use.price if use.is_ours else None)
     return replay(table, pi, use.threshold, said.read_tokens)
-
-
-def _family_rules(family: Family, test: Split, choose_on: Split) -> list[Rule]:
-    """A rule without training at thresholds from "at once" to "never"."""
-    there, here = (measure(split, family) for split in (choose_on, test))
-    both = ((here, test.table), (there, choose_on.table))
-    return [
-        _rule(
-            family.method or family.name,
-            value,
-            family.parameter_name,
-            [measured.outcome(table, family, value) for measured, table in both],
-        )
-        for value in family_thresholds(family, there)
-    ]
-
-
-def _learn_stop_rules(test: Split, choose_on: Split, train: Split | None) -> list[Rule]:
-    there, here = learn_stop(choose_on, test, train)
-    both = ((test.table, here), (choose_on.table, there))
-    return [
-        _rule(
-            LEARN_STOP,
-            value,
-            "threshold",
-            [replay(table, scores, value) for table, scores in both],
-        )
-        for value in policy_thresholds(choose_on.table, there)
-    ]

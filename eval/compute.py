@@ -196,8 +196,8 @@ class Compute:
         answers = self.work.answer(ends, self.forced_tokens, table.answer_tokens)
         return replace(table, flops=thought + answers)
 
-    def charge_tail(self, table: TraceTable, layers: int, queries: bool = False) -> TraceTable:
-        """The charged table with what a tail costs added; as it is where it is not charged.
+    def tail(self, table: TraceTable, layers: int, queries: bool = False) -> FloatArray:
+        """(N, T) operations of a tail up to each step.
 
         Its layers run on the prompt and the thinking. Adapters and the linear head, a vector at
         each step's end, are left out.
@@ -209,14 +209,11 @@ class Compute:
                 step's end but the last, where nothing is decided. That it makes no keys and values
                 is left out.
         """
-        if table.flops is None:
-            return table
         ends = self._ends(table)
-        flops = self.work.read(0, ends, layers)
-        if queries:
-            due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
-            flops = np.where(due, self.work.read(ends - 1, ends, layers), 0.0).cumsum(axis=1)
-        return replace(table, flops=table.flops + flops)
+        if not queries:
+            return self.work.read(0, ends, layers)
+        due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
+        return np.where(due, self.work.read(ends - 1, ends, layers), 0.0).cumsum(axis=1)
 
     def _ends(self, table: TraceTable) -> FloatArray:
         """(N, T) the position after each step."""

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .intervals import REPLICATES, Rule, estimate, resampled_points
+from .intervals import REPLICATES, Chosen, Rule, estimate, resampled_points
 from .limits import hindsight_oracle
+from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import replay_full, replay_step
 from .results import frame_of
 from .table import FloatArray, TraceTable
@@ -52,6 +53,20 @@ def area(points: FloatArray) -> float:
     return float(widths @ heights / widths.sum())
 
 
+def tokens_for(points: FloatArray, accuracy: float) -> float:
+    """The fewest tokens at which the line through (tokens, accuracy) points, (P, 2), is so right.
+
+    Where it nowhere is, those of its most accurate point, which favours it.
+    """
+    points = points[np.argsort(points[:, 0], kind="stable")]
+    reached = points[:, 1] >= accuracy
+    if not reached.any():
+        return float(points[points[:, 1].argmax(), 0])
+    k = int(reached.argmax())
+    (x0, y0), (x1, y1) = points[max(k - 1, 0)], points[k]
+    return float(x1 if k == 0 else x0 + (accuracy - y0) / (y1 - y0) * (x1 - x0))
+
+
 def _on_hull(chosen_on: FloatArray, measured: FloatArray) -> FloatArray:
     """The points measured of those that the other points choose, the two trivial rules at the ends.
 
@@ -67,8 +82,12 @@ def frontiers(
     prices: Sequence[float] = (),
     replicates: int = REPLICATES,
     seed: int = 0,
+    variant: AesVariant = AES_ABSOLUTE,
 ) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
+
+    Beside the lead stands what the first method, at the setting of its highest AES on validation,
+    thinks less than each other method needs for the same accuracy (`tokens_for`).
 
     A resample draws problems of both splits and training seeds anew, the same for all methods, and
     each method chooses its frontier, and its rule at a price, again on what was drawn for
@@ -81,12 +100,14 @@ def frontiers(
         prices: of a token, of the gaps.
         replicates: resamples.
         seed: of the resamples.
+        variant: the AES that chooses the first method's setting.
 
     Returns:
         The frame of `Results.frontiers`, and of each method the numbers of the rules that its
         frontier is made of, the two trivial rules left out.
     """
     rows, chosen, first = [], {}, None
+    ours = np.full((1 + replicates, 2), np.nan)  # tokens and accuracy of the first's setting
     oracles = [(hindsight_oracle(test, price),) for price in prices]
     for method, rules in methods.items():
         trivial = [(replay_full(validation),), (replay_step(validation, 1),)]
@@ -108,13 +129,25 @@ def frontiers(
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
-        first = areas if first is None else first
-        row: dict[str, Any] = {"method": method} | estimate(areas).spread("area")
-        lead = np.full(2, np.nan) if first is areas else first - areas
-        row |= estimate(lead).spread("lead")
+        if first is None:
+            first = areas
+            if rules:
+                base = replay_full(validation)
+                picks = Chosen(rules, base, validation.problem_index, variant).picks(
+                    replicates, seed
+                )
+                ours = measured[np.arange(len(picks)), 2 + picks]
+        there = _on_hull(chosen_on[0], chosen_on[0])
+        row: dict[str, Any] = {"method": method, "validation_area": area(there)}
+        row |= estimate(areas).spread("area")
+        needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
+        fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
+        itself = np.full(2, np.nan)
+        row |= estimate(itself if first is areas else first - areas).spread("lead")
+        row |= estimate(itself if first is areas else fewer).spread("fewer")
         for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
-            rewards, there = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
-            share = _gap_closed(there, rewards[:, own], rewards[:, oracle])
+            rewards, before = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
+            share = _gap_closed(before, rewards[:, own], rewards[:, oracle])
             row |= estimate(share).spread(f"gap@{price_name(price)}")
         rows.append(row)
         chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]

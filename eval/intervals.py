@@ -78,8 +78,8 @@ class Chosen:
     problem_index: IntArray
     variant: AesVariant = AES_ABSOLUTE
 
-    def picks(self, replicates: int = REPLICATES, seed: int = 0) -> IntArray:
-        """(1 + B,) the candidate that is taken: on all validation traces, and in each resample.
+    def scores(self, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
+        """(1 + B, R) the AES of each candidate: on all validation traces, and in each resample.
 
         Args:
             replicates: B.
@@ -92,8 +92,11 @@ class Chosen:
         (tokens, base_tokens), (accuracy, base_accuracy) = (
             (points[:, 1:, k], points[:, :1, k]) for k in (0, 1)
         )
-        scores = self.variant(accuracy, tokens, base_accuracy, base_tokens)
-        return np.nanargmax(scores, axis=1)
+        return self.variant(accuracy, tokens, base_accuracy, base_tokens)
+
+    def picks(self, replicates: int = REPLICATES, seed: int = 0) -> IntArray:
+        """(1 + B,) the candidate that is taken: on all validation traces, and in each resample."""
+        return np.nanargmax(self.scores(replicates, seed), axis=1)
 
     def taken(self) -> Rule:
         """The candidate that validation chooses, with this choice."""

@@ -15,12 +15,18 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ospruner.rules.signals import REFLECTION
+from ospruner.rules.families import Family
+from ospruner.rules.signals import REFLECTION, StepEnd
 
-from .measured import LabelledRow, Split
+from .measured import LabelledRow, Measured, Split
 from .table import FloatArray, TraceTable
 
-LEARN_STOP = "LearnStop"
+
+def _of_labels(end: StepEnd) -> float:
+    raise ValueError("LearnStop is fitted to labels: compare it there, with labels to choose on")
+
+
+LEARN_STOP = Family("learnstop", _of_labels, "LearnStop")
 DECAY = 1e-3  # of the weights' squares, beside the mean loss
 FOLDS = 3
 _ENTROPY, _LOGPROB = 3.0, -5.0  # where an answer has none
@@ -28,13 +34,13 @@ _ANSWERS = ("forced_answers", "forced_entropy", "forced_logprob")
 
 
 def learn_stop(
-    validation: Split, test: Split, train: Split | None = None
-) -> tuple[FloatArray, FloatArray]:
-    """What LearnStop says at each step of the validation and of the test traces, (N, T) each.
+    test: Split, validation: Split, train: Split | None = None
+) -> tuple[Measured, Measured]:
+    """What LearnStop says at each step of the test and of the validation traces.
 
     Args:
-        validation: the traces to choose on.
-        test: traces of other problems.
+        test: the traces to measure on.
+        validation: those of other problems, to choose on.
         train: on which to fit; None to fit on the validation traces, of which each is then scored
             by a fit without its problem.
 
@@ -44,7 +50,8 @@ def learn_stop(
     table, features = validation.table, features_of(validation)
     if train is not None:
         weights = fit(train.table, features_of(train))
-        return scores(weights, features), scores(weights, features_of(test))
+        both = scores(weights, features_of(test)), scores(weights, features)
+        return _measured(test, both[0]), _measured(validation, both[1])
     problems = len(table.problem_ids)
     if problems < FOLDS:
         raise ValueError(f"LearnStop is fitted in {FOLDS} folds, and there are {problems} problems")
@@ -55,7 +62,15 @@ def learn_stop(
         part = table.subset(rest)
         weights = fit(part, features[rest, : part.mask.shape[1]])
         found[held == k] = scores(weights, features[held == k])
-    return found, scores(fit(table, features), features_of(test))
+    there = scores(fit(table, features), features_of(test))
+    return _measured(test, there), _measured(validation, found)
+
+
+def _measured(split: Split, found: FloatArray) -> Measured:
+    """Scores as a rule's signal, which no trial answer is charged for."""
+    free = np.arange(found.shape[1]) < split.table.last[:, None]
+    nothing = np.zeros(found.shape)
+    return Measured(np.where(free, found, np.nan), nothing, nothing)
 
 
 def features_of(split: Split) -> FloatArray:

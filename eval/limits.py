@@ -1,19 +1,19 @@
 """What stopping rules are measured against: hindsight, and fixed rules.
 
 The hindsight oracle reads the grades and no rule can beat it; the best fixed budget and the best
-fixed step read nothing but the length, and a learned rule should beat them. They are chosen on one
-table and applied to another.
+fixed step read nothing but the length, and a learned rule should beat them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from .intervals import Chosen, Rule
-from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
+from .intervals import Rule
+from .methods import ORACLE
+from .replay import Outcome, replay_at, replay_budget, replay_step
 from .table import TraceTable
 
 
@@ -42,36 +42,53 @@ def hindsight_oracle_no_loss(table: TraceTable) -> Outcome:
     return replay_at(table, kept.argmax(axis=1))
 
 
-def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
-    """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included.
+FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the end"}
+"""Rules that read nothing but lengths, and what their parameters are."""
 
-    Raises:
-        ValueError: count < 1.
+
+def replay_drop(table: TraceTable, paragraphs: int) -> Outcome:
+    """Leaves out so many last steps of each trace, but for the first.
+
+    Where a model writes its answer down at the end of its thinking, this is what a rule saves that
+    has learnt nothing else. No rule knows beforehand where the end is.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}; it must be at least 1")
+    return replay_at(table, np.maximum(table.last - paragraphs, 0))
+
+
+def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
+    """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included."""
     lengths = table.lengths[table.mask]
     quantiles = np.quantile(lengths, np.linspace(0, 1, count), method="higher")
     return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
 
 
-def best_fixed(unit: Literal["tokens", "step"], validation: TraceTable, test: TraceTable) -> Rule:
-    """The token budget, or the step, with the highest AES on validation, applied to other traces.
+def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
+    """Of each kind in `FIXED` the rules to choose from, with their outcomes on both tables."""
+    steps = range(1, int(validation.num_steps.max()) + 1)
+    kinds: dict[str, tuple[Callable[[TraceTable, int], Outcome], Iterable[int]]] = {
+        "fixed budget": (replay_budget, budget_candidates(validation)),
+        "fixed step": (replay_step, steps),
+        "fixed drop": (replay_drop, steps),
+    }
+    return {
+        name: [
+            Rule(name, does(test, v), float(v), FIXED[name], validation=(does(validation, v),))
+            for v in values
+        ]
+        for name, (does, values) in kinds.items()
+    }
 
-    Its intervals contain the choice: each resample chooses again.
 
-    Args:
-        unit: of a budget "tokens", or "step" (1 is the first).
-        validation: the traces that choose, of other problems.
-        test: the traces that the rule is measured on.
-    """
-    replayed = replay_budget if unit == "tokens" else replay_step
-    name = "best fixed budget" if unit == "tokens" else "best fixed step"
-    values = [*range(1, int(validation.num_steps.max()) + 1)]
-    if unit == "tokens":
-        values = budget_candidates(validation)
-    candidates = [
-        Rule(name, replayed(test, v), float(v), unit, validation=(replayed(validation, v),))
-        for v in values
+def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
+    """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
+    prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
+    return [
+        Rule(
+            ORACLE,
+            hindsight_oracle(test, price),
+            price,
+            "price",
+            validation=(hindsight_oracle(validation, price),),
+        )
+        for price in prices
     ]
-    return Chosen(candidates, replay_full(validation), validation.problem_index).taken()

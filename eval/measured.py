@@ -1,4 +1,4 @@
-"""Rules without training on labelled traces: what they measure at every step, and their outcomes.
+"""What policies and rules say at every step of labelled traces, and what comes of it.
 
 Labels say what the trial answers of generate would have been, so that a rule is measured once, as
 if it never stopped, and every threshold is then a comparison of arrays.
@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.bases import input_device
 from ospruner.logits import top_entropy
 from ospruner.progress import Progress, silent
@@ -28,7 +30,7 @@ from ospruner.rules.signals import Same, StepEnd, TrialAnswer
 from .compute import Compute
 from .methods import PolicyUse
 from .replay import Outcome, replay_at
-from .table import FloatArray, TraceTable
+from .table import BoolArray, FloatArray, TraceTable
 
 PIECE = 1024
 """Tokens that a pass of the base takes at once: all logits of a long trace would fill gigabytes."""
@@ -46,22 +48,54 @@ _ANSWER_COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class PolicyOutputs:
-    """What a policy says at the step ends of N traces of up to T steps, and what that costs.
+class Predicted:
+    """What a policy says at the step ends of N labelled traces of up to T steps.
 
     Attributes:
-        at: gives the stop probabilities (N, T) at a price of a token; None is the policy's own.
+        outputs: (N, T, K) float32 of its head; 0 on padding.
+        mask: (N, T) true on real steps.
+        prices: that the policy knows; None with the head "fixed".
+        price: its own.
+        flops: (N, T) operations that deciding takes up to each step; None where not counted.
         read_tokens: (N, T) tokens that it has read where a trace stops at each step, for a policy
             that is a model of its own (FlashThink); None for a tail on the base.
-        read_flops: (N, T) operations of the same.
     """
 
-    at: Callable[[float | None], npt.NDArray[Any]]
+    outputs: npt.NDArray[np.float32]
+    mask: BoolArray
+    prices: PriceRange | None
+    price: float
+    flops: FloatArray | None = None
     read_tokens: npt.NDArray[Any] | None = None
-    read_flops: FloatArray | None = None
+
+    def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
+        """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
+
+        Args:
+            price: of a token; None for the policy's own.
+
+        Raises:
+            ValueError: the policy does not know this price.
+        """
+        price = self.price if price is None else price
+        outputs = torch.from_numpy(self.outputs)
+        logits = outputs[..., 0]
+        if self.prices is not None:
+            self.prices.check("predict", price)
+            logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
+        found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
+        return np.where(self.mask, found, np.float32(0.0))
+
+    @cached_property
+    def indifference(self) -> FloatArray | None:
+        """(N, T) prices of indifference, `StopRecord.prices`; None with the head "fixed"."""
+        if self.prices is None:
+            return None
+        places = price_places(torch.from_numpy(self.outputs)).numpy()
+        return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
 
 
-def _nothing_said(use: PolicyUse) -> PolicyOutputs:
+def _nothing_said(use: PolicyUse) -> Predicted:
     raise ValueError(f"{use.path} is a policy, and these traces do not know what policies say")
 
 
@@ -88,7 +122,7 @@ class Split:
     compute: Compute | None = None
     same: Same = operator.eq
     thinking_entropy: Callable[[], FloatArray] | None = None
-    said: Callable[[PolicyUse], PolicyOutputs] = _nothing_said
+    said: Callable[[PolicyUse], Predicted] = _nothing_said
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,17 +255,16 @@ def replay_rule(split: Split, rule: StopRule) -> Outcome:
     return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
 
 
-def family_thresholds(family: Family, measured: Measured, count: int = COUNT) -> tuple[float, ...]:
+def family_thresholds(family: Family, signals: FloatArray, count: int = COUNT) -> tuple[float, ...]:
     """Thresholds from "at once" to "never", through values that the signal takes on these traces.
 
     A grid written down by hand suits the scale of one signal and misses that of another.
 
     Args:
         family: the rule.
-        measured: what it measures on the traces to choose on.
+        signals: of the traces to choose on; NaN is none.
         count: thresholds, the two ends included; fewer where the signal takes fewer values.
     """
-    signals = measured.signals
     within = signals[(signals > family.low) & (signals < family.high)]
     values = {*spread_values(within, count - 2), family.at_once, family.never}
     return tuple(sorted(values, reverse=family.never < family.at_once))

@@ -139,6 +139,7 @@ class Results:
         reward@5e-4     accuracy - price * tokens at each price asked for
         frontier        (of `compare`) whether it is on its method's frontier, which validation
                         chose
+        validation_aes  (of `compare`) the AES on the traces to choose on, without an interval
         aes_label, traces, problems
 
     Attributes:
@@ -148,7 +149,9 @@ class Results:
         differences: rule, other, and the paired differences of accuracy, tokens, reduction, aes.
         frontiers: what each method reaches over all lengths: method; area under accuracy against
             length, in [0, 1]; lead, the first method's area less this one, paired (NaN for itself);
-            gap@5e-4, the share of the gap in reward from the full trace to the oracle.
+            fewer, by what share of the full trace's tokens the first method's chosen setting thinks
+            less than this one does for the same accuracy; gap@5e-4, the share of the gap in reward
+            from the full trace to the oracle; validation_area, by which a best one is named.
         natural_accuracy: of the model's own answers, never mixed with forced ones; None where
             there are none.
         about: what else belongs to the numbers (settings, environment), JSON values.

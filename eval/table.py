@@ -23,7 +23,6 @@ _COLUMNS = (
     "matches_final",
     "forced_answer_tokens",
     "natural_correct",
-    "natural_answer_tokens",
     "ended",
 )
 
@@ -32,7 +31,7 @@ _COLUMNS = (
 class TraceTable:
     """N labelled traces of up to T steps, padded at the right; trace n is row n of the dataset.
 
-    An answer without a verdict counts as wrong, and is counted in `ungraded`.
+    An answer without a verdict counts as wrong.
 
     Attributes:
         problem_ids: the P different problems, in order of first appearance.
@@ -44,10 +43,8 @@ class TraceTable:
         mask: (N, T) true on real steps.
         num_steps: (N,) steps of each trace, at least 1.
         natural_correct: (N,) grade of the natural answer; NaN where there is none.
-        natural_answer_tokens: (N,) tokens of the natural answer.
         capped: (N,) cut at the token cap.
         families: family of each trace's problem.
-        ungraded: (N,) forced answers without a verdict.
         flops: (N, T) floating-point operations of a row that stops at each step, without what
             decides (`compute.Compute.charge`); None where they are not counted.
     """
@@ -61,10 +58,8 @@ class TraceTable:
     mask: BoolArray
     num_steps: IntArray
     natural_correct: FloatArray
-    natural_answer_tokens: IntArray
     capped: BoolArray
     families: list[str]
-    ungraded: IntArray
     flops: FloatArray | None = None
 
     def __len__(self) -> int:
@@ -142,8 +137,7 @@ class TraceTable:
             return out
 
         grades = padded("forced_correct", np.nan, np.float64)
-        ungraded = np.isnan(grades).sum(axis=1)
-        if ungraded.sum() == mask.sum():
+        if np.isnan(grades).sum() == mask.sum():
             raise ValueError(_told_ungraded(dataset["ungraded_reasons"]))
         lengths = padded("step_ends", 0, np.int64)
         index, problems = pd.factorize(columns.column("problem_id").to_pandas())
@@ -157,12 +151,8 @@ class TraceTable:
             mask=mask,
             num_steps=num_steps,
             natural_correct=_numpy(columns.column("natural_correct"), np.nan).astype(np.float64),
-            natural_answer_tokens=_numpy(columns.column("natural_answer_tokens"), 0).astype(
-                np.int64
-            ),
             capped=np.array([ended == "cap" for ended in columns.column("ended").to_pylist()]),
             families=columns.column("family").to_pylist(),
-            ungraded=ungraded,
         )
 
 

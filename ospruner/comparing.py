@@ -24,15 +24,17 @@ from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import Method, Report
+from ospruner.eval.compare import Report, report_of
 from ospruner.eval.compute import Compute, ModelWork
 from ospruner.eval.frontiers import worth_asking
 from ospruner.eval.intervals import REPLICATES
-from ospruner.eval.measured import PolicyOutputs, Split, thinking_entropies
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
 from ospruner.eval.problems.registry import open_task
+from ospruner.eval.recorded import Method, Recorded
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
@@ -40,7 +42,7 @@ from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_r
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import Labels, labels_of
 from ospruner.train.labelled_base import load_labelled_base
-from ospruner.train.predicting import Predicted, predict_outputs
+from ospruner.train.predicting import predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
@@ -154,11 +156,11 @@ class Judged:
             self._said[path] = predict_outputs(policy, self._kept, progress=self.progress)
         return self._said[path]
 
-    def said(self, use: PolicyUse) -> PolicyOutputs:
+    def said(self, use: PolicyUse) -> Predicted:
         """What a policy, or a verifier, says at each step."""
         if use.config.method == "flashthink":
             return self._verdicts(use.path)
-        return PolicyOutputs(self.predicted(use.path).probabilities)
+        return self.predicted(use.path)
 
     def rounding(self, use: PolicyUse) -> dict[str, Any]:
         """How far replay's stop probabilities lie from generate's, which rounds otherwise.
@@ -201,7 +203,7 @@ class Judged:
         task.check()
         return Generator(self.model, self.tokenizer, self.token_format, task, settings)
 
-    def _verdicts(self, path: str) -> PolicyOutputs:
+    def _verdicts(self, path: str) -> Predicted:
         """FlashThink's; all that the verifier reads until a stop is charged."""
         verifier = Verifier.load(path, self.settings)
         tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
@@ -209,12 +211,12 @@ class Judged:
         judged = verifier_traces(self.traces, self.tokenizer, tokenizer, limit)
         for module in (verifier.base, verifier.policy):
             torch.nn.Module.to(module, self.device)
-        probabilities = predict_outputs(verifier, judged).probabilities()
+        said = predict_outputs(verifier, judged)
         read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
         # At its natural end a trace needs no verdict: the verifier has read to the step before.
         read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)
         flops = ModelWork.of_config(verifier.base.config).read(0, read)
-        return PolicyOutputs(lambda price: probabilities, read, flops)
+        return dataclasses.replace(said, flops=flops, read_tokens=read)
 
 
 def compare(
@@ -250,7 +252,9 @@ def compare(
         report.frame; report.plot("pareto.png"); report.to_latex()
 
     Args:
-        labels: what `ospruner.label` gave, a folder or a Hub id, to measure on.
+        labels: what `ospruner.label` gave, a folder or a Hub id, to measure on; or, without
+            methods, the `signals.parquet` of an earlier comparison, whose numbers are computed
+            anew.
         methods: policies (a folder or Hub id; "policy@.7,.8" for thresholds), rules ("budget:400",
             `rules.Budget(400)`), and, with labels to choose on, rules whose threshold is open
             ("deer", `rules.Deer`, any function of a step's end: `rules.Family`), "learnstop", or
@@ -284,6 +288,8 @@ def compare(
         ValueError: a policy of another base, format or task, labels of other
             settings or of shared problems, or a rule that cannot be had.
     """
+    if not methods and str(labels).endswith(".parquet"):
+        return report_of(Recorded.read(labels))
     if online and choose_on is not None:
         raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
@@ -344,9 +350,10 @@ def _generated(method: Method) -> PolicyUse | StopRule:
             "FlashThink's verifier is a second model, which generate does not run: compare it "
             "by replay"
         )
-    if not isinstance(method, PolicyUse | StopRule):
-        name = method if isinstance(method, str) else method.name
-        raise ValueError(f"{name!r} has no threshold; online needs one, such as {name}:0.5")
+    if isinstance(method, Family):
+        raise ValueError(
+            f"{method.name!r} has no threshold; online needs one, such as {method.name}:0.5"
+        )
     return method
 
 
@@ -362,8 +369,10 @@ def _methods(
     for one in (str(one) if isinstance(one, Path) else one for one in methods):
         if one == "rules":
             rules += [family for name, family in FAMILIES.items() if name != "step"]
-            rules.append("learnstop")
-        elif one == "learnstop" or isinstance(one, StopRule):
+            rules.append(LEARN_STOP)
+        elif one == "learnstop":
+            rules.append(LEARN_STOP)
+        elif isinstance(one, StopRule):
             rules.append(one)
         elif not isinstance(one, str):
             rules.append(Family.of(one))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from modeling_ospruner.configuration_ospruner import PriceRange
-from modeling_ospruner.policy_ospruner import price_logits, price_places
+from ospruner.eval.measured import Predicted
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
@@ -23,49 +20,6 @@ from .tail import step_outputs
 from .traces import LabelledTraces
 
 __all__ = ["Predicted", "head_outputs", "predict_outputs"]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a policy says at the step ends of N labelled traces of up to T steps.
-
-    Attributes:
-        outputs: (N, T, K) float32 of its head; 0 on padding.
-        mask: (N, T) true on real steps.
-        prices: that the policy knows; None with the head "fixed".
-        price: its own.
-    """
-
-    outputs: npt.NDArray[np.float32]
-    mask: npt.NDArray[np.bool_]
-    prices: PriceRange | None
-    price: float
-
-    def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
-        """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
-
-        Args:
-            price: of a token; None for the policy's own.
-
-        Raises:
-            ValueError: the policy does not know this price.
-        """
-        price = self.price if price is None else price
-        outputs = torch.from_numpy(self.outputs)
-        logits = outputs[..., 0]
-        if self.prices is not None:
-            self.prices.check("predict", price)
-            logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
-        found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
-        return np.where(self.mask, found, np.float32(0.0))
-
-    @cached_property
-    def indifference(self) -> npt.NDArray[np.float64] | None:
-        """(N, T) prices of indifference, `StopRecord.prices`; None with the head "fixed"."""
-        if self.prices is None:
-            return None
-        places = price_places(torch.from_numpy(self.outputs)).numpy()
-        return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
 
 
 def predict_outputs(

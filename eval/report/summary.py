@@ -152,13 +152,20 @@ def frontier_tables(results: Results) -> list[Table]:
     frame = results.frontiers
     methods = frame["method"].tolist()
     left_out = results.about.get("left_out") or {}
+    told = (
+        f"tokens above it: what a method thinks more, in % of the full trace, where it is as right "
+        f"as {methods[0]} at the setting that validation chose"
+        if "fewer" in frame
+        else ""
+    )
     lead = Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)
+    fewer = Column("tokens above\nit, %", "fewer", 100, 1, signed=True)
     tables = [
         Table.of(
             frame,
-            (Column("area, %", "area", 100, 2), lead),
+            (Column("area, %", "area", 100, 2), lead, *([fewer] if "fewer" in frame else [])),
             methods,
-            caption="\n".join(f"left out: {name} ({why})" for name, why in left_out.items()),
+            caption="\n".join([told, *(f"left out: {n} ({why})" for n, why in left_out.items())]),
             title=f"{results.dataset}: {results.setting}",
         )
     ]

@@ -1,4 +1,4 @@
-"""Tables: numbers of a frame with their intervals, for terminal, Markdown, CSV, LaTeX and HTML.
+"""Tables: numbers of a frame with their intervals, for terminal, Markdown and LaTeX.
 
 `Table` is the one maker. Frames are those of `Results`: a number x with its interval stands in the
 columns x, x_low and x_high. Several comparisons stand in one frame, `grid_frame`, of which the
@@ -7,7 +7,6 @@ paper's tables are made.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,7 +83,7 @@ class Table:
         caption: what is shown, on what, and how points were chosen.
         corner: heading of the rows' labels.
         name: a file name without its ending.
-        title: above it in a terminal and on a page.
+        title: above it in a terminal and on the page.
         bold: number of the row that is bold in a terminal.
         line_after: number of the row below which a terminal has a line.
     """
@@ -174,16 +173,6 @@ class Table:
         above = f"{self.caption}\n\n" if self.caption else ""
         return f"{above}{markdown_table([self.corner, *self.heads], rows)}\n"
 
-    def csv(self) -> str:
-        """Every number with the ends of its interval, one row a rule."""
-        scaled = {
-            head + end.replace("_", " "): (self.numbers[group, one.name + end] * one.scale).array
-            for head, (group, one) in zip(self.heads, self._shown, strict=True)
-            for end in ENDS
-        }
-        frame = pd.DataFrame(scaled, pd.Index(self.labels, name=self.corner))
-        return str(frame.to_csv(float_format="%.10g"))
-
     def latex(self) -> str:
         """A booktabs table, each number with its interval."""
         body = self._marked("brackets", r"\textbf{|}", r"\underline{|}", _tex).rename(index=_tex)
@@ -203,18 +192,6 @@ class Table:
                 label=f"tab:{self.name}",
             )
         )
-
-    def html(self) -> str:
-        """A table whose cells have the classes "best" and "second"; all text is escaped."""
-        texts, marks = self.texts(), self.marks()
-        for frame in (texts, marks):  # heads may stand twice, which Styler does not take
-            frame.index, frame.columns = map(pd.RangeIndex, frame.shape)
-        style = texts.style.format(escape="html").set_td_classes(marks)
-        above = ". ".join(filter(None, (self.title, self.caption)))
-        style = style.set_caption(html.escape(above))
-        style = style.relabel_index([html.escape(one) for one in self.labels])
-        style = style.relabel_index([html.escape(one) for one in self.heads], axis=1)
-        return str(style.to_html())
 
     def __rich__(self) -> RichTable:
         """A terminal's table, one rule a row, each number with half of its interval."""

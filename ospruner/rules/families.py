@@ -26,6 +26,7 @@ from .signals import (
     confidence,
     confirmed,
     entropy,
+    repeats,
     repetition,
     run_jump,
     steps,
@@ -43,6 +44,7 @@ __all__ = [
     "Dynasor",
     "Family",
     "HaltCot",
+    "Loops",
     "Puma",
     "Refrain",
     "RunJump",
@@ -350,6 +352,7 @@ ThinkJustEnough = Family(
     asks=frozenset({"thinking_entropy"}),
 )
 Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
+Loops = Family("loops", repeats, "loops", "repeats", low=1, asks=_TEXT, **_COUNT)
 Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
 
 FAMILIES: dict[str, Family] = {
@@ -366,6 +369,7 @@ FAMILIES: dict[str, Family] = {
         Deer,
         ThinkJustEnough,
         Refrain,
+        Loops,
         Puma,
     )
 }
@@ -374,7 +378,7 @@ neurons in every layer at every token, which labels do not keep and generate's h
 
 EXAMPLES = (
     "budget:200, step:5, entropy:0.4, confidence:0.95, agreement:3, dynasor:3, es-cot:10, "
-    "halt-cot:0.6, deer:0.95, just-enough:0.5, refrain:0.7, puma:0.98"
+    "halt-cot:0.6, deer:0.95, just-enough:0.5, refrain:0.7, loops:1, puma:0.98"
 )
 
 

@@ -318,6 +318,15 @@ def repetition(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
         yield signal
 
 
+def repeats(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+    """How many earlier steps said the same, word for word: the plainest rule against loops."""
+    seen: Counter[str] = Counter()
+    for end in ends:
+        said = " ".join(re.findall(r"\w+", end.step_text().lower()))
+        yield float(seen[said]) if said else math.nan
+        seen[said] += 1
+
+
 def confirmed(
     ends: Iterable[StepEnd],
     same: Same,

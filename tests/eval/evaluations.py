@@ -30,10 +30,8 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
         "mask": mask,
         "num_steps": mask.sum(axis=1),
         "natural_correct": np.full(traces, np.nan),
-        "natural_answer_tokens": np.full(traces, 5),
         "capped": np.zeros(traces, bool),
         "families": [""] * traces,
-        "ungraded": np.zeros(traces, np.int64),
     }
     return TraceTable(**{**values, **columns})
 
@@ -51,7 +49,6 @@ def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:
         "matches_final": [[True] * len(one) for one in ends],
         "forced_answer_tokens": [[1] * len(one) for one in ends],
         "natural_correct": [1.0] * traces,
-        "natural_answer_tokens": [1] * traces,
         "ended": ["natural"] * traces,
     }
     return Dataset.from_dict(filled | columns)

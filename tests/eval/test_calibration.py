@@ -65,10 +65,8 @@ def table(grades: FloatArray, traces_per_problem: int = 1) -> TraceTable:
         mask=np.ones((N, T), bool),
         num_steps=np.full(N, T),
         natural_correct=np.full(N, np.nan),
-        natural_answer_tokens=np.zeros(N, np.int64),
         capped=np.zeros(N, bool),
         families=[""] * N,
-        ungraded=np.zeros(N, np.int64),
     )
 
 

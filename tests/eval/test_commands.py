@@ -80,7 +80,7 @@ def test_the_commands_replay_report_and_compare(
     assert paid["tokens"] == free["tokens"]
     with pytest.raises(ValueError, match="charge is 'money'"):
         run(*common, "--out", out, "--set", "charge=money")
-    assert "report.html" in run(str(tmp_path / "out"), "--json", numbers)
+    assert "report.md" in run(str(tmp_path / "out"), "--json", numbers)
     (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
     assert (again.dataset, again.setting) == ("toy", found.setting)
     assert again.rules["setting"].tolist() == found.rules["setting"].tolist()

@@ -11,14 +11,15 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Method, Report, compare, policy_thresholds, replay_use
-from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
-from ospruner.eval.measured import COUNT, PolicyOutputs, Split
+from ospruner.eval.compare import Report, compare, replay_use
+from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
+from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
 from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.recorded import Method, Signals
 from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.report.page import write_report
 from ospruner.eval.results import Results
-from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.table import BoolArray, FloatArray, TraceTable
 from ospruner.rules import Family
 
 from .evaluations import dataset_of
@@ -60,11 +61,18 @@ def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
     return str(folder)
 
 
-def said(of: Split, use: PolicyUse) -> PolicyOutputs:
+def predicted(pi: FloatArray, mask: BoolArray, price: float = 0.0) -> Predicted:
+    """A fixed head that says these stop probabilities."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(pi) - np.log1p(-pi)
+    return Predicted(logits[..., None].astype(np.float32), mask, None, price)
+
+
+def said(of: Split, use: PolicyUse) -> Predicted:
     """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
     noise = np.random.default_rng(len(Path(use.path).name)).random(of.table.mask.shape)
     pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
-    return PolicyOutputs(lambda price: pi)
+    return predicted(pi, of.table.mask)
 
 
 def knowing(of: Split) -> Split:
@@ -80,7 +88,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     seeds = [saved(folder / name) for name in ("a", "bb")]
     uses = parse_policies([*seeds, saved(folder / "probe", "probe", 0.0)])
     families = [rules.AnswerEntropy, rules.RunJump, rules.ThinkJustEnough]
-    methods: list[Method] = [*uses, rules.Budget(40), *families, "learnstop"]
+    methods: list[Method] = [*uses, rules.Budget(40), *families, LEARN_STOP]
     return compare(TEST, methods, choose_on=VALIDATION, replicates=20)
 
 
@@ -102,6 +110,7 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
     assert set(frame[frame.kind == "limit"].method) == {
         "best fixed budget",
         "best fixed step",
+        "best fixed drop",
         "hindsight oracle",
         "hindsight oracle, no loss",
     }
@@ -118,8 +127,13 @@ def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> 
         "answer entropy",
         "ES-CoT",
         "LearnStop",
+        "fixed step",
+        "fixed drop",
+        "hindsight oracle",
     ]
-    assert frame.lead.isna().tolist() == [True] + [False] * 5
+    for name in ("lead", "fewer"):
+        assert frame[name].isna().tolist() == [True] + [False] * 8
+    assert frame.area.idxmax() == 8
     areas = dict(zip(frame.method, frame.area, strict=True))
     assert areas["probe"] > areas["answer entropy"] > areas["fixed budget"]
     assert areas["LearnStop"] > areas["fixed budget"]
@@ -151,7 +165,7 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
 
 
 def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
-    methods: list[Method] = [rules.AnswerEntropy, "learnstop"]
+    methods: list[Method] = [rules.AnswerEntropy, LEARN_STOP]
     chosen = []
     for table in (TEST.table, dataclasses.replace(TEST.table, correct=1 - TEST.table.correct)):
         other = dataclasses.replace(TEST, table=table)
@@ -173,23 +187,12 @@ def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Pat
 def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     (use,) = parse_policies([f"{saved(tmp_path / 'v', 'flashthink', 0.0)}@.6"])
     table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
-    charged = dataclasses.replace(TEST, table=table)
-    read = 3 * TEST.table.lengths
-    one = dataclasses.replace(TEST.said(use), read_tokens=read, read_flops=np.asarray(2.0 * read))
-    outcome = replay_use(use, charged, one)
+    one, read = TEST.said(use), 3 * TEST.table.lengths
+    reading = dataclasses.replace(one, read_tokens=read, flops=np.asarray(2.0 * read))
+    outcome = replay_use(use, Signals(table, [], {use.path: reading}))
     np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
     np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
-    # OS-Pruner is told its price, a verifier none.
-    asked: list[float | None] = []
-
-    def at(price: float | None) -> FloatArray:
-        asked.append(price)
-        return np.zeros(TEST.table.mask.shape)
-
-    for other in (*parse_policies([saved(tmp_path / "ours")]), use):
-        replay_use(other, TEST, PolicyOutputs(at))
-    assert asked == [1e-3, None]
-    free = replay_use(use, TEST, TEST.said(use))
+    free = replay_use(use, Signals(TEST.table, [], {use.path: one}))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
 
@@ -227,17 +230,13 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 def test_a_policy_s_thresholds_are_its_own() -> None:
     table = TEST.table
     pi = 0.001 * np.random.default_rng(0).random(table.mask.shape)  # never near one half
-    grid = policy_thresholds(table, pi)
+    grid = family_thresholds(LEARN_STOP, pi)
     assert len(grid) == COUNT
-    assert grid[0] == 1.0 > 0.001 >= grid[1]
-    assert grid[-1] == 0.0
+    assert grid[0] == 0.0
+    assert grid[-1] == 1.0 > 0.001 >= grid[-2]
     tokens = [replay(table, pi, threshold).mean_tokens for threshold in grid]
-    assert tokens == sorted(tokens, reverse=True)
+    assert tokens == sorted(tokens)
     assert len(set(tokens)) > 30
-    # What stands at the forced last step is no choice, and gives no threshold.
-    odd = pi.copy()
-    odd[np.arange(len(table)), table.last] = 0.9
-    assert policy_thresholds(table, odd) == grid
 
 
 def test_learnstop_learns_from_other_problems() -> None:
@@ -247,19 +246,21 @@ def test_learnstop_learns_from_other_problems() -> None:
     found = scores(fitted, features_of(TEST))
     right = table.correct[table.mask] > 0.5
     assert found[table.mask][right].mean() > found[table.mask][~right].mean() + 0.2
-    held, there = learn_stop(VALIDATION, TEST)
-    np.testing.assert_allclose(there, found)
+    there, held = (one.signals for one in learn_stop(TEST, VALIDATION))
+    free = ~np.isnan(there)
+    np.testing.assert_array_equal(free.sum(axis=1), table.last)  # at a trace's end nothing is asked
+    np.testing.assert_allclose(there[free], found[free])
     # Grades of a validation problem do not decide its own scores.
     flipped = VALIDATION.table.correct.copy()
     flipped[0] = VALIDATION.table.mask[0] - flipped[0]
     changed = dataclasses.replace(VALIDATION.table, correct=flipped)
-    other, _ = learn_stop(dataclasses.replace(VALIDATION, table=changed), TEST)
+    other = learn_stop(TEST, dataclasses.replace(VALIDATION, table=changed))[1].signals
     np.testing.assert_array_equal(other[0], held[0])
-    assert not np.allclose(other[1:], held[1:])
-    on_others, _ = learn_stop(VALIDATION, TEST, split(2, "r"))
-    assert not np.allclose(on_others, held)
+    assert not np.allclose(other[1:], held[1:], equal_nan=True)
+    on_others = learn_stop(TEST, VALIDATION, split(2, "r"))[1].signals
+    assert not np.allclose(on_others, held, equal_nan=True)
     with pytest.raises(ValueError, match="fitted in 3 folds, and there are 2 problems"):
-        learn_stop(split(3, "f", 2), TEST)
+        learn_stop(TEST, split(3, "f", 2))
 
 
 def test_backtracking_is_the_share_of_steps_with_such_a_word() -> None:

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import Rule
+from ospruner.eval.intervals import Chosen, Rule
 from ospruner.eval.limits import (
-    best_fixed,
+    FIXED,
     budget_candidates,
+    fixed_rules,
     hindsight_oracle,
     hindsight_oracle_no_loss,
+    replay_drop,
 )
 from ospruner.eval.metrics import AES_ABSOLUTE
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
@@ -37,10 +39,8 @@ def make_table(seed: int, traces: int = 60, steps: int = 9) -> TraceTable:
         mask=mask,
         num_steps=num_steps,
         natural_correct=np.full(traces, np.nan),
-        natural_answer_tokens=np.full(traces, 5),
         capped=np.zeros(traces, bool),
         families=[""] * traces,
-        ungraded=np.zeros(traces, np.int64),
     )
 
 
@@ -89,12 +89,14 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
             AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens)
         )
 
-    budget, step = best_fixed("tokens", validation, test), best_fixed("step", validation, test)
-    assert (budget.parameter_name, step.parameter_name) == ("tokens", "step")
-    for rule, replayed, values in (
-        (budget, replay_budget, range(int(validation.lengths.max()) + 2)),
-        (step, replay_step, range(1, 10)),
+    found = fixed_rules(validation, test)
+    assert {name: of[0].parameter_name for name, of in found.items()} == FIXED
+    for name, replayed, values in (
+        ("fixed budget", replay_budget, range(int(validation.lengths.max()) + 2)),
+        ("fixed step", replay_step, range(1, 10)),
+        ("fixed drop", replay_drop, range(1, 10)),
     ):
+        rule = Chosen(found[name], full, validation.problem_index).taken()
         assert rule.parameter is not None
         chosen = int(rule.parameter)
         assert score(replayed(validation, chosen)) == max(
@@ -105,7 +107,8 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
 
 def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
     validation, test = make_table(seed=3, traces=20), make_table(seed=4)
-    chosen = best_fixed("step", validation, test)
+    steps = fixed_rules(validation, test)["fixed step"]
+    chosen = Chosen(steps, replay_full(validation), validation.problem_index).taken()
     assert chosen.choice is not None
     assert len(set(chosen.choice.picks(200).tolist())) > 1
     held = replace(chosen, choice=None)

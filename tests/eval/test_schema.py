@@ -125,7 +125,6 @@ def test_trace_table() -> None:
     assert table.full_correct.tolist() == [1, 1, 1]
     assert table.full_tokens.tolist() == [12, 4, 8]
     assert table.capped.tolist() == [False, True, False]
-    assert table.ungraded.tolist() == [1, 0, 0]
     assert np.isnan(table.natural_correct).tolist() == [False, True, False]
     assert table.answer_tokens.tolist() == [[2, 2, 2], [2, 0, 0], [2, 2, 0]]
     assert repr(table) == "TraceTable(3 traces of 2 problems, 6 steps)"

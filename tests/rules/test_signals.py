@@ -19,6 +19,7 @@ from ospruner.rules import (
     Dynasor,
     Family,
     HaltCot,
+    Loops,
     Puma,
     Refrain,
     RunJump,
@@ -156,6 +157,12 @@ def test_refrain_wants_reflection_on_an_answer_that_repeats_a_step() -> None:
     assert stops(Refrain(0.9), End(texts=texts), 5) == []
     # Of step 5's four words "hmm" alone is in step 4, whose norm is the root of 8.
     assert stops(Refrain(1 / math.sqrt(4 * 8) - 1e-9), End(texts=texts), 5) == [4, 5]
+
+
+def test_loops_are_steps_that_say_the_same_again() -> None:
+    texts = ["So 2 + 2 is 4.", "Hm", "so (2+2) is 4", "...", "Hm!", "So 2 + 2 is 4!", "So 2 + 3"]
+    assert stops(Loops(1), End(texts=texts), 7) == [3, 5, 6]
+    assert stops(Loops(2), End(texts=texts), 7) == [6]
 
 
 def test_puma_verifies_at_two_redundant_steps() -> None:

@@ -73,7 +73,7 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path)
     assert promise["tokens_saved"] == max(one["saved"] for one in rounds)
     assert all(one["trained_on"] + one["tested_on"] <= one["problems"] for one in rounds)
     assert "30.0 points" in (out / "policy" / "README.md").read_text("utf-8")
-    assert (out / "report" / "report.html").is_file()
+    assert (out / "report" / "report.md").is_file()
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     # All problems are drawn in an order of its own, so that a sorted file is no other promise.
     assert load_labels(out / "labels").traces["problem_id"] != [row["id"] for row in rows]

@@ -1,0 +1,254 @@
+"""What a comparison computes from, as one file: `ospruner compare FILE` makes its numbers again.
+
+A Parquet file has a row for each trace of the test and of the validation split: where its steps
+end, their grades, and what each method says there: a policy's head (six numbers stand for every
+price), a rule's signal and what its trial answers cost. It holds no text and no weights. Its
+metadata, under "ospruner", are JSON: methods, settings, and the command and commit that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from datasets import Dataset
+
+from modeling_ospruner import OSPrunerConfig
+from ospruner.durable import replace_file
+from ospruner.rules.families import Family, StopRule
+from ospruner.rules.signals import StepEnd
+
+from .measured import Measured, Predicted
+from .methods import PolicyUse
+from .metrics import AesVariant
+from .table import TraceTable
+
+SIGNALS_FILE = "signals.parquet"
+FORMAT, VERSION = "ospruner-signals", 1
+
+Method = PolicyUse | StopRule | Family
+"""A policy with its setting, a rule, or a rule whose threshold is open."""
+
+_CONFIG = ("method", "head", "price", "price_range", "num_policy_layers", "tuning")
+_FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What methods say on the N traces of one split.
+
+    Attributes:
+        table: the traces; charged where operations are counted.
+        problems: (N,) `text_key` of each trace's problem.
+        policies: what each policy's head says, by its path.
+        rules: what each rule measures, by `key_of`.
+    """
+
+    table: TraceTable
+    problems: Sequence[str]
+    policies: dict[str, Predicted] = field(default_factory=dict)
+    rules: dict[str, Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """A comparison before anything is computed.
+
+    Attributes:
+        methods: what is compared; those `left_out` are not among them.
+        test: what they say on the traces to measure on.
+        validation: the same on those to choose on; None where nothing is chosen.
+        settings: of the evaluation; see `Evaluation`.
+        variant: which AES chooses and is shown.
+        prices: of a token, for rewards and gaps.
+        replicates: resamples of the frontiers' intervals.
+        left_out: why a method could not be measured, by name.
+        made_by: command, commit, packages.
+    """
+
+    methods: Sequence[Method]
+    test: Signals
+    validation: Signals | None
+    settings: Mapping[str, Any]
+    variant: AesVariant
+    prices: tuple[float, ...]
+    replicates: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    made_by: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path, made_by: Mapping[str, Any]) -> None:
+        """Writes the file, whole or not at all.
+
+        Args:
+            path: such as `SIGNALS_FILE` in the folder of the results.
+            made_by: what the file says of its making.
+        """
+        uses = {use.path: use for use in self.methods if isinstance(use, PolicyUse)}
+        # Two seeds' folders may have one name, and their paths are of one machine.
+        names = {one: f"{Path(one).name.partition('#')[0]}#{n}" for n, one in enumerate(uses, 1)}
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "methods": [_told(one, names) for one in self.methods],
+            "policies": {
+                names[path]: {name: getattr(use.config, name) for name in _CONFIG}
+                for path, use in uses.items()
+            },
+            "variant": dataclasses.asdict(self.variant),
+            **{name: vars(self)[name] for name in ("settings", "prices", "replicates", "left_out")},
+            "made_by": dict(made_by),
+        }
+        splits = {"test": self.test, "validation": self.validation}
+        tables = [_columns(name, one, names) for name, one in splits.items() if one is not None]
+        whole = pa.concat_tables(tables)
+        whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
+        pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
+        replace_file(path, file.getvalue())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Recorded:
+        """Reads what `save` wrote.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: it is none, or of another version.
+        """
+        try:
+            whole = pq.read_table(path)
+            facts = json.loads((whole.schema.metadata or {}).get(b"ospruner", b"{}"))
+        except (pa.ArrowInvalid, OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{path} is no readable Parquet file ({error})") from error
+        if (found := (facts.get("format"), facts.get("version"))) != (FORMAT, VERSION):
+            raise ValueError(
+                f"{path} has format {found[0]!r} and version {found[1]!r}, this version of "
+                f"ospruner reads {FORMAT!r} version {VERSION}: give the {SIGNALS_FILE} that "
+                "`ospruner compare` has left beside its results"
+            )
+        configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
+        splits = {}
+        for name in ("test", "validation"):
+            rows = whole.filter(pa.compute.equal(whole["split"], name))
+            splits[name] = _signals(rows, configs) if len(rows) else None
+        if (test := splits["test"]) is None:
+            raise ValueError(f"{path} holds no test traces")
+        return cls(
+            methods=[_method(one, configs) for one in facts["methods"]],
+            test=test,
+            validation=splits["validation"],
+            variant=AesVariant(**facts["variant"]),
+            prices=tuple(facts["prices"]),
+            **{n: facts[n] for n in ("settings", "replicates", "left_out", "made_by")},
+        )
+
+
+def key_of(rule: StopRule | Family) -> str:
+    """What a rule's signals are called: its name, and the settings of its signal."""
+    family = rule.family if isinstance(rule, StopRule) else rule
+    return f"{family.name} {dict(rule.settings)}" if rule.settings else family.name
+
+
+def _told(method: Method, names: Mapping[str, str]) -> dict[str, Any]:
+    """A method as JSON values."""
+    if isinstance(method, PolicyUse):
+        own = {name: vars(method)[name] for name in ("threshold", "asked_price", "by_name")}
+        return {"policy": names[method.path], **own}
+    family = method.family if isinstance(method, StopRule) else method
+    threshold = method.threshold if isinstance(method, StopRule) else None
+    own = {name: vars(family)[name] for name in _FAMILY}
+    own["method"] = family.method or family.name
+    return {"rule": key_of(method), "threshold": threshold, **own}
+
+
+def _method(told: Mapping[str, Any], configs: Mapping[str, OSPrunerConfig]) -> Method:
+    """The method that `_told` has written; a rule's signals are in the file alone."""
+    own = dict(told)
+    if "policy" in own:
+        path = own.pop("policy")
+        return PolicyUse(path, configs[path], **own)
+    threshold = own.pop("threshold")
+    family = Family(own.pop("rule"), _in_the_file, **own)
+    return family if threshold is None else family(threshold)
+
+
+def _in_the_file(end: StepEnd) -> float:
+    raise ValueError("this rule was read from a file of signals, and cannot be asked anew")
+
+
+def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
+    """The rows of a split."""
+    table, mask = split.table, split.table.mask
+
+    def ragged(values: npt.NDArray[Any]) -> pa.Array:
+        """A list of numbers for each trace: (N, T), or (N, T, K) flat."""
+        kept = values[mask]
+        width = kept[0].size
+        offsets = np.concatenate([[0], width * table.num_steps.cumsum()])
+        return pa.ListArray.from_arrays(offsets.astype(np.int32), kept.ravel())
+
+    columns: dict[str, Any] = {
+        "split": [name] * len(table),
+        "problem": list(split.problems),
+        "problem_id": [table.problem_ids[place] for place in table.problem_index],
+        "family": table.families,
+        "step_ends": ragged(table.lengths),
+        "forced_correct": ragged(table.correct),
+        "matches_final": ragged(table.matches_final),
+        "forced_answer_tokens": ragged(table.answer_tokens),
+        "natural_correct": pa.array(table.natural_correct, from_pandas=True),
+        "ended": ["cap" if one else "natural" for one in table.capped],
+    }
+    if table.flops is not None:
+        columns["flops"] = ragged(table.flops)
+    for path, said in split.policies.items():
+        own = {"outputs": said.outputs, "flops": said.flops, "read_tokens": said.read_tokens}
+        columns |= {f"{names[path]}: {k}": ragged(v) for k, v in own.items() if v is not None}
+    for key, measured in split.rules.items():
+        columns |= {f"{key}: {k}": ragged(v) for k, v in vars(measured).items()}
+    return pa.table(columns)
+
+
+def _signals(rows: pa.Table, configs: Mapping[str, OSPrunerConfig]) -> Signals:
+    """The split that these rows are."""
+    table = TraceTable.from_dataset(Dataset(rows))
+    mask = table.mask
+
+    def padded(column: str) -> npt.NDArray[Any]:
+        flat = rows[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        flat = flat.reshape(mask.sum(), -1)
+        out = np.zeros((*mask.shape, flat.shape[1]), flat.dtype)
+        out[mask] = flat
+        return out
+
+    def found(of: str, name: str) -> Any:
+        column = f"{of}: {name}"
+        return padded(column)[..., 0] if column in rows.column_names else None
+
+    if "flops" in rows.column_names:
+        table = dataclasses.replace(table, flops=padded("flops")[..., 0])
+    policies = {
+        name: Predicted(
+            padded(f"{name}: outputs"),
+            mask,
+            config.prices,
+            config.price,
+            found(name, "flops"),
+            found(name, "read_tokens"),
+        )
+        for name, config in configs.items()
+    }
+    ends = ": signals"
+    keys = [name.removesuffix(ends) for name in rows.column_names if name.endswith(ends)]
+    fields = [one.name for one in dataclasses.fields(Measured)]
+    rules = {key: Measured(*(found(key, name) for name in fields)) for key in keys}
+    return Signals(table, rows["problem"].to_pylist(), policies, rules)

@@ -1,0 +1,160 @@
+"""The file of signals: what a comparison computed from, from which anyone computes it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+from pandas.testing import assert_frame_equal
+
+import ospruner
+from modeling_ospruner import OSPrunerConfig
+from ospruner import rules
+from ospruner.eval.compare import Report, compare, report_of
+from ospruner.eval.compute import Compute, LayerWork, ModelWork
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.measured import Predicted, Split
+from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.recorded import SIGNALS_FILE, Method, Recorded
+from ospruner.eval.results import RESULTS_FILE
+
+from .recompute import recomputed
+from .test_compare import TEST, VALIDATION, said, saved
+
+PRICES = (1e-5, 1e-2)
+
+
+def every_price(of: Split, use: PolicyUse) -> Predicted:
+    """A head of six numbers that sees the answer's fate, or a classifier of `test_compare`."""
+    if use.config.prices is None:
+        return said(of, use)
+    rng = np.random.default_rng(len(Path(use.path).name))
+    shape = of.table.mask.shape
+    outputs = np.concatenate(
+        [4 * of.table.correct[..., None] - 6, rng.normal(size=(*shape, 5))], axis=-1
+    ).astype(np.float32)
+    outputs[~of.table.mask] = 0
+    return Predicted(outputs, of.table.mask, use.config.prices, use.config.price)
+
+
+def asked(of: Split) -> Split:
+    """The traces charged for what they compute, with policies at hand."""
+    work = ModelWork((LayerWork(100, 10), LayerWork(100, 10)), logits=1000)
+    compute = Compute(work, np.full(len(of.table), 7), of.suffix_tokens)
+    charged = dataclasses.replace(of, table=compute.charge(of.table), compute=compute)
+    return dataclasses.replace(charged, said=lambda use: every_price(charged, use))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("policies")
+    for name in ("seed0", "seed11"):
+        OSPrunerConfig(
+            head="price", price=1e-3, price_range=list(PRICES), default_mode="sample"
+        ).save_pretrained(folder / name / "price")
+    ours = [str(folder / name / "price") for name in ("seed0", "seed11")]
+    uses = [
+        *parse_policies(ours, ()),
+        *parse_policies([saved(folder / "probe", "probe", 0.0)]),
+    ]
+    methods: list[Method] = [*uses, rules.Budget, rules.Deer, rules.Deer(0.9, trials=3)]
+    methods[-1] = dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)
+    methods += [rules.RunJump, LEARN_STOP, rules.ThinkJustEnough]
+    return compare(
+        asked(TEST), methods, choose_on=asked(VALIDATION), prices=(1e-3, 1e-4), replicates=30
+    )
+
+
+def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: Path) -> None:
+    report.save(tmp_path)
+    again = report_of(Recorded.read(tmp_path / SIGNALS_FILE))
+    for name in ("frame", "differences", "frontiers"):
+        assert_frame_equal(getattr(again.results, name), getattr(report.results, name))
+    assert again.results.to_dict() == report.results.to_dict()
+    assert list(again.results.about["left_out"]) == ["Think Just Enough"]
+    assert again.recorded is not None
+    assert again.recorded.made_by["command"]
+    # The public function reads it in the place of labels, and what it saves is the same file.
+    ospruner.compare(str(tmp_path / SIGNALS_FILE), []).save(tmp_path / "again")
+    files = [one / SIGNALS_FILE for one in (tmp_path, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    # No text, and no path of this machine.
+    facts = json.loads(pq.read_schema(files[0]).metadata[b"ospruner"])
+    assert list(facts["policies"]) == ["price#1", "price#2", "probe#3"]
+    assert str(tmp_path.parent) not in json.dumps(facts["policies"]) + json.dumps(facts["methods"])
+    assert files[0].stat().st_size < 200_000
+
+
+def test_another_s_arithmetic_finds_the_same(report: Report, tmp_path: Path) -> None:
+    """`recompute.py` knows the file's columns and the formulas, and imports nothing of ours."""
+    report.save(tmp_path)
+    written = pd.DataFrame(json.loads((tmp_path / RESULTS_FILE).read_text())["frame"])
+    found = recomputed(tmp_path / SIGNALS_FILE)
+    assert {one["method"] for one in found} == {
+        "full trace",
+        "OS-Pruner, one policy",
+        "probe",
+        "fixed budget",
+        "hindsight oracle",
+    }
+    assert len(found) > 30 + 20 + 20
+    for one in found:
+        mine = written[written.method == one["method"]]
+        if one["parameter"] is not None:
+            mine = mine[np.isclose(mine.parameter.astype(float), one["parameter"], rtol=1e-12)]
+        (row,) = mine.to_dict("records")
+        for name in ("accuracy", "tokens", "reduction", "aes", "flops"):
+            assert row[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), (one, name)
+
+
+def test_stored_numbers_are_checked(
+    report: Report, tmp_path: Path, load_script: Callable[[str], ModuleType]
+) -> None:
+    """`make check-numbers` finds a number that was changed by hand; README's table reads such."""
+    check: Any = load_script("docs/check_numbers.py")
+    report.save(tmp_path / "run")
+    (tmp_path / "signals").mkdir()
+    file = tmp_path / "signals" / "thinker.frontier.gsm8k.parquet"
+    (tmp_path / "run" / SIGNALS_FILE).rename(file)
+    stored = report.results.to_dict()
+    whole = tmp_path / "thinker.json"
+    stored["frame"][3]["accuracy"] += 0.01
+    stored["frontiers"] = stored["frontiers"][:2]  # a part may stand there
+    whole.write_text(json.dumps({"frontier": {"gsm8k": stored}}))
+    (said,) = check.signals(tmp_path)
+    assert said.startswith("thinker.frontier.gsm8k.parquet, frame: accuracy of {'method': 'OS-")
+
+    text = load_script("docs/tables.py").readme(report.results.to_dict())
+    first = [line.split("|")[1].strip() for line in text.splitlines()[2:] if "|" in line]
+    assert [one.split(",")[0].partition(":")[0] for one in first] == [
+        "full trace",
+        "OS-Pruner",
+        "best classifier",
+        "best rule",
+        "best fixed budget",
+        "best fixed step",
+        "best fixed drop",
+        "hindsight oracle",
+        "hindsight oracle",
+    ]
+    assert re.search(r"largest area there is (probe|LearnStop): for the accuracy of our", text)
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Recorded.read(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("no")
+    with pytest.raises(ValueError, match="no readable Parquet file"):
+        Recorded.read(tmp_path / "text.parquet")
+    pd.DataFrame({"split": ["test"]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="has format None and version None, this version of"):
+        Recorded.read(tmp_path / "other.parquet")
