@@ -2,7 +2,7 @@
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
         [--problems 800 200 300 60] [--dtype bfloat16] [--engine vllm] [--only labels]
-        [--studies curve tails paper] [--json FILE]
+        [--studies curve tails paper grid] [--json FILE]
     python benchmarks/real_model.py --base runs/thinker --out runs/thinks --files DIR
         --format deepseek-r1 --prompt default --exclude runs/thinker/problems.jsonl
 
@@ -19,7 +19,8 @@ These commands run one after the other, each as one would type it; all of them a
     benchmarks/serve.py   seconds in vLLM; engines.py, what each engine labels a second
 
 `--studies` adds: `curve`, policies of fewer labelled problems; `tails`, the head alone, one layer,
-four, whole layers; `paper`, a policy for each price as the paper trains it.
+four, whole layers; `paper`, a policy for each price as the paper trains it; `grid`, each baseline
+with the passes and rates, of a small grid, with which its frontier on validation is best.
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--problems` says
@@ -33,6 +34,7 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -45,6 +47,13 @@ from typing import Any
 import numpy as np
 import timing
 
+from ospruner.comparing import Judged
+from ospruner.eval.frontiers import frontiers
+from ospruner.eval.intervals import Rule
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.measured import family_thresholds
+from ospruner.eval.methods import parse_policies
+from ospruner.eval.replay import replay
 from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.statistics import stats_of
@@ -61,6 +70,8 @@ TENTHS = (0.1, 0.5, 0.9)
 
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
+PASSES, RATES = (1, 2, 4, 8), (1.0, 0.3)
+"""The grid of the study "grid": passes, and shares of the rates that `ospruner train` takes."""
 CURVE = (50, 100, 200, 400)
 """Labelled problems that the policies of the study "curve" learn from."""
 TAILS: dict[str, dict[str, Any]] = {
@@ -177,7 +188,42 @@ def train(commands: Commands) -> list[Path]:
     first = commands.args.seed
     seeds = range(first, first + commands.args.seeds)
     ours = [train_one(commands, f"price-{seed}", seed) for seed in seeds]
+    if "grid" in commands.args.studies:
+        return ours + [tuned(commands, name) for name in BASELINES]
     return ours + [train_one(commands, name, first, method=name) for name in BASELINES]
+
+
+def tuned(commands: Commands, name: str) -> Path:
+    """A baseline of the passes and rates with the largest area on validation; prints the curve."""
+    args, out = commands.args, commands.out / "grid" / name
+    validation = Judged(commands.labels / "validation", args.base, states=commands.out / "states")
+    plain = train_one(commands, name, args.seed, method=name)
+    settings = json.loads((plain / "run.json").read_text("utf-8"))["settings"]
+    places = {f"{settings['num_train_epochs']:g} passes": plain}
+    for passes, factor in itertools.product(PASSES, RATES):
+        rates = {one: factor * settings[one] for one in ("learning_rate", "head_learning_rate")}
+        tried, asked = f"{name}-{passes}-{factor:g}", {"num_train_epochs": passes, **rates}
+        policy = train_one(commands, tried, args.seed, method=name, **asked)
+        places[f"{passes} passes, {factor:g} of the rates"] = policy
+    areas = {what: validation_area(validation, policy) for what, policy in places.items()}
+    for what, area in areas.items():
+        print(f"{name}, {what}: area on validation {100 * area:.2f} %", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "numbers.json").write_text(json.dumps(areas, indent=1), "utf-8")
+    return places[max(areas, key=areas.__getitem__)]
+
+
+def validation_area(validation: Judged, policy: Path) -> float:
+    """The area under a classifier's frontier on the traces that choose."""
+    (use, *_), table = parse_policies([str(policy)]), validation.split.table
+    said = validation.said(use).probabilities()
+    free = np.arange(said.shape[1]) < table.last[:, None]
+    rules = []
+    for value in family_thresholds(LEARN_STOP, np.where(free, said, np.nan)):
+        outcome = replay(table, said, value)
+        rules.append(Rule(use.method, outcome, value, "threshold", validation=(outcome,)))
+    found, _ = frontiers({use.method: rules}, table, table, replicates=1)
+    return float(found["validation_area"][0])
 
 
 def studies(commands: Commands) -> None:
@@ -321,7 +367,9 @@ def main() -> None:
         help="how many of each set",
     )
     parser.add_argument("--seeds", type=int, default=1, help="of training, for our policy")
-    parser.add_argument("--studies", nargs="+", choices=("curve", "tails", "paper"), default=[])
+    parser.add_argument(
+        "--studies", nargs="+", choices=("curve", "tails", "paper", "grid"), default=[]
+    )
     parser.add_argument("--only", choices=("labels", "replay"), help="end after these")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")

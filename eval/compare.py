@@ -10,7 +10,7 @@ resample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ def compare(
     prices: Sequence[float] | None = None,
     settings: dict[str, Any] | None = None,
     replicates: int = REPLICATES,
+    about: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compares methods on labelled traces.
 
@@ -120,6 +121,7 @@ def compare(
         prices: of a token, for rewards and gaps.
         settings: of the evaluation; see `Evaluation`.
         replicates: resamples of the frontiers' intervals.
+        about: what else the results say about themselves, JSON values.
 
     Raises:
         ValueError: problems that are in both splits, a family without traces to
@@ -153,6 +155,7 @@ def compare(
             prices=worth_asking(test.table) if prices is None else tuple(prices),
             replicates=replicates,
             left_out=left_out,
+            about=about or {},
         )
     )
 
@@ -249,7 +252,7 @@ def report_of(recorded: Recorded) -> Report:
     marked = results.frame.assign(frontier=[key in on_frontier for key in keys])
     if scores:
         marked["validation_aes"] = [scores.get(key, np.nan) for key in keys]
-    about = {**results.about, "left_out": dict(recorded.left_out)}
+    about = {**results.about, "left_out": dict(recorded.left_out), **recorded.about}
     results = dataclasses.replace(results, frame=marked, frontiers=areas, about=about)
     return Report(evaluation, results, recorded)
 

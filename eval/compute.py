@@ -44,10 +44,7 @@ _PREFIXES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float = 1.0) -> float:
     """The share of a parameter's weights that tokens meet: of a mixture's experts, of any others 1.
 
-    Args:
-        parameter: of a decoder layer; stacked experts have three dimensions.
-        config: the model's.
-        tokens: how many, each sent to experts independently of the others.
+    Stacked experts have three dimensions; each token is sent to some independently of the others.
     """
     if parameter.ndim != 3:  # (experts, in, out), as transformers stacks them
         return 1.0
@@ -133,10 +130,7 @@ class ModelWork:
     ) -> FloatArray:
         """Operations of passing the tokens from position `start` to just before `end`.
 
-        Args:
-            start: positions.
-            end: positions.
-            last_layers: only so many of the last layers, as a policy's tail; None for all.
+        With `last_layers` only of so many of the last layers, as a policy's tail.
         """
         skipped = 0 if last_layers is None else len(self.layers) - last_layers
         nothing = np.zeros(np.broadcast_shapes(np.shape(start), np.shape(end)))
@@ -147,12 +141,8 @@ class ModelWork:
     ) -> FloatArray:
         """Operations of an answer: its forced beginning is read, then its tokens are generated.
 
-        The last token that is generated is not passed again.
-
-        Args:
-            position: where the forced beginning starts.
-            forced: tokens of the forced beginning.
-            tokens: tokens generated after it.
+        The last token that is generated is not passed again. The forced beginning starts at
+        `position`.
         """
         start = np.asarray(position, np.float64)
         generated = np.asarray(tokens, np.float64)

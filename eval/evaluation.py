@@ -91,12 +91,7 @@ class Evaluation:
     def frame(
         self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
     ) -> pd.DataFrame:
-        """A row for each rule and each limit; see `Results`.
-
-        Args:
-            variant: which AES.
-            prices: of a token, at which to give the expected reward.
-        """
+        """A row for each rule and each limit, with rewards at prices of a token; see `Results`."""
         rows: list[dict[str, Any]] = []
         for rule, own in zip([*self.rules, *self.limits], self._means, strict=True):
             row: dict[str, Any] = {

@@ -81,9 +81,7 @@ class Chosen:
     def scores(self, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
         """(1 + B, R) the AES of each candidate: on all validation traces, and in each resample.
 
-        Args:
-            replicates: B.
-            seed: of the resamples of problems, and of training seeds, which are those of the test.
+        Resamples of problems differ from the test's, those of training seeds are the same.
         """
         blocks = [(self.base,), *(rule.validation for rule in self.candidates)]
         if self.variant.charge == "generated":

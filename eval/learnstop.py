@@ -123,11 +123,9 @@ def _of_answers(
 
 
 def fit(table: TraceTable, features: FloatArray) -> FloatArray:
-    """(3, 1 + F) the features' mean and deviation, and the weights; the first is the bias.
+    """(3, 1 + F) mean and deviation of features (N, T, F), and the weights; the first is the bias.
 
-    Args:
-        table: N traces. Those cut at the token cap are left out, as in training.
-        features: (N, T, F).
+    Traces cut at the token cap are left out, as in training.
     """
     used = table.mask & ~table.capped[:, None]
     rows = features[used]

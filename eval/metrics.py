@@ -57,13 +57,7 @@ class AesVariant:
         base_accuracy: npt.ArrayLike,
         base_tokens: npt.ArrayLike,
     ) -> FloatArray:
-        """The score; arrays broadcast.
-
-        Args:
-            accuracy: in [0, 1], not in percent.
-            tokens: mean thinking tokens.
-            base_accuracy: the full trace's accuracy.
-            base_tokens: the full trace's mean thinking tokens.
+        """The score; arrays broadcast. Accuracies are in [0, 1], tokens means over traces.
 
         Raises:
             ValueError: an accuracy outside [0, 1], or a baseline without tokens.
@@ -137,11 +131,6 @@ def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
 
 def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, price: float) -> FloatArray:
     """The mean reward (the paper's Eq. 2), accuracy - lambda * tokens; arrays broadcast.
-
-    Args:
-        accuracy: in [0, 1].
-        tokens: mean thinking tokens.
-        price: of a token, >= 0.
 
     Raises:
         ValueError: the price is negative or not finite.

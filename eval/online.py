@@ -64,11 +64,7 @@ class OnlineProblems:
 
     @classmethod
     def of_labels(cls, traces: Any, limit: int | None = None) -> list[OnlineProblems]:
-        """The problems of labels, each once, in order.
-
-        Args:
-            traces: labels, columns as in `features.FEATURES`.
-            limit: the first so many problems.
+        """The first so many problems of labels, each once, in order.
 
         Raises:
             ValueError: limit < 1.
@@ -270,13 +266,7 @@ class Generator:
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
 
     def run(self, how: How, batch: Sequence[OnlineProblems], first_problem: int) -> list[SampleRow]:
-        """One method on some problems: a row for each sample, those of a problem together.
-
-        Args:
-            how: what decides.
-            batch: the problems.
-            first_problem: number of the first one in the run.
-        """
+        """One method on some problems: a row for each sample, those of a problem together."""
         settings, k = self.settings, self.settings.samples_per_problem
         asked = [one for one in batch for _ in range(k)]
         room = len(self.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens

@@ -39,6 +39,7 @@ Method = PolicyUse | StopRule | Family
 """A policy with its setting, a rule, or a rule whose threshold is open."""
 
 _CONFIG = ("method", "head", "price", "price_range", "num_policy_layers", "tuning")
+_KEPT = ("settings", "prices", "replicates", "left_out", "about")
 _FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
 
 
@@ -72,6 +73,7 @@ class Recorded:
         prices: of a token, for rewards and gaps.
         replicates: resamples of the frontiers' intervals.
         left_out: why a method could not be measured, by name.
+        about: what else the results say about themselves, JSON values.
         made_by: command, commit, packages.
     """
 
@@ -80,9 +82,10 @@ class Recorded:
     validation: Signals | None
     settings: Mapping[str, Any]
     variant: AesVariant
-    prices: tuple[float, ...]
+    prices: Sequence[float]
     replicates: int
     left_out: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path, made_by: Mapping[str, Any]) -> None:
@@ -104,7 +107,7 @@ class Recorded:
                 for path, use in uses.items()
             },
             "variant": dataclasses.asdict(self.variant),
-            **{name: vars(self)[name] for name in ("settings", "prices", "replicates", "left_out")},
+            **{name: vars(self)[name] for name in _KEPT},
             "made_by": dict(made_by),
         }
         splits = {"test": self.test, "validation": self.validation}
@@ -147,8 +150,8 @@ class Recorded:
             test=test,
             validation=splits["validation"],
             variant=AesVariant(**facts["variant"]),
-            prices=tuple(facts["prices"]),
-            **{n: facts[n] for n in ("settings", "replicates", "left_out", "made_by")},
+            made_by=facts["made_by"],
+            **{name: facts[name] for name in _KEPT},
         )
 
 

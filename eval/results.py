@@ -53,13 +53,7 @@ class Estimate(NamedTuple):
         return {name + end: number for end, number in zip(ENDS, self, strict=True)}
 
     def text(self, scale: float, digits: int, *, signed: bool = False) -> str:
-        """Such as "71.2 [70.1, 72.3]"; – where there is none.
-
-        Args:
-            scale: what to multiply by, such as 100 for percent.
-            digits: decimals.
-            signed: with a + where positive.
-        """
+        """Such as "71.2 [70.1, 72.3]"; – where there is none; a scale of 100 gives percent."""
         value, low, high = (number_text(x * scale, digits, signed=signed) for x in self)
         return f"{value} [{low}, {high}]"
 
@@ -72,11 +66,7 @@ class Estimate(NamedTuple):
 
 
 def frame_of(rows: Iterable[Mapping[str, Any]], kind: str = "frame") -> pd.DataFrame:
-    """A frame of rows, its first columns in their order, all numbers as floats.
-
-    Args:
-        rows: values by column.
-        kind: "frame" (of rules), "differences" or "frontiers", see `Results`.
+    """A frame of rows of a kind in `FIRST`, its first columns in their order, numbers as floats.
 
     Raises:
         ValueError: a first column is missing.
@@ -215,11 +205,7 @@ class Results:
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "this") -> Results:
-        """What `to_dict` gave.
-
-        Args:
-            content: the values.
-            where: what errors call them: the file.
+        """What `to_dict` gave; errors call it `where`.
 
         Raises:
             ValueError: they are no results, of another version, or lack something.

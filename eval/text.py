@@ -7,13 +7,7 @@ from collections.abc import Sequence
 
 
 def number_text(value: float, digits: int, *, signed: bool = False) -> str:
-    """A number without minus zero, thousands apart; – for NaN.
-
-    Args:
-        value: the number.
-        digits: decimals.
-        signed: with a + where it is positive.
-    """
+    """A number of so many decimals, without minus zero, thousands apart; – for NaN."""
     sign = "+" if signed else ""
     return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:{sign},.{digits}f}"
 

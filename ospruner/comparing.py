@@ -326,7 +326,10 @@ def compare(
     if train is not None:
         fitted = Judged(train, base, **more).split
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
-    report = comparison.compare(
+    own, about = [use for use in uses.values() if use.config.method != "flashthink"], {}
+    if own and ours.model.dtype != torch.float32:
+        about["rounding"] = ours.rounding(own[0])
+    return comparison.compare(
         ours.split,
         wanted,
         choose_on=None if theirs is None else theirs.split,
@@ -335,12 +338,8 @@ def compare(
         prices=rewards_at,
         settings=named | answer,
         replicates=replicates,
+        about=about,
     )
-    own = [use for use in uses.values() if use.config.method != "flashthink"]
-    if not own or ours.model.dtype == torch.float32:
-        return report
-    about = {**report.results.about, "rounding": ours.rounding(own[0])}
-    return dataclasses.replace(report, results=dataclasses.replace(report.results, about=about))
 
 
 def _generated(method: Method) -> PolicyUse | StopRule:

@@ -29,15 +29,7 @@ from .problem import (
 def drop_overlaps(
     problems: Sequence[Problem], others: Iterable[Problem]
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
-    """Drops the problems that another set holds too.
-
-    Args:
-        problems: such as a training set.
-        others: such as the problems that the result will be evaluated on.
-
-    Returns:
-        The problems left, and (dropped id, the other's id) of the rest.
-    """
+    """The problems that another set does not hold, and (dropped id, the other's id) of the rest."""
     known = {text_key(other.problem): other.id for other in others}
     found = [(problem, known.get(text_key(problem.problem))) for problem in problems]
     return (

@@ -46,14 +46,9 @@ def prompt_token_ids(
     fmt: TokenFormat,
     date: str = "",
 ) -> list[int]:
-    """The prompt of a user's message, through the tokenizer's chat template.
+    """The prompt of a user's message, the instruction included, through the chat template.
 
-    Args:
-        problem_id: for errors.
-        message: the user's turn, the format's instruction included.
-        tokenizer: the base's.
-        fmt: the base's reasoning format, with the chat template's own arguments.
-        date: the day, as YYYY-MM-DD, that a template names as today; "" for today.
+    The date, as YYYY-MM-DD, is what a template names as today; "" for today.
 
     Raises:
         ValueError: the tokenizer has no chat template, or its prompt closes the thinking.

@@ -126,10 +126,7 @@ def with_published(
 def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Table:
     """Measured beside published, one row a rule; a published number has no interval.
 
-    Args:
-        frame: of `with_published`.
-        free: lengths are of thinking and answer together.
-        more: of `Table`.
+    With `free` answers lengths are of thinking and answer together.
     """
     length, saved = ("generated_tokens", "total_reduction") if free else ("tokens", "reduction")
     columns = (

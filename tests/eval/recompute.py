@@ -34,7 +34,7 @@ def recomputed(path: Path) -> list[dict[str, Any]]:
     facts = json.loads(whole.schema.metadata[b"ospruner"])
     rows = [row for row in whole.to_pylist() if row["split"] == "test"]
     full = measured(rows, [ends(row) for row in rows])
-    found = [{"method": "full trace", "parameter": None, **full}]
+    found: list[dict[str, Any]] = [{"method": "full trace", "parameter": None, **full}]
     ours = [name for name, one in facts["policies"].items() if one["head"] == "price"]
     asked = [one for one in facts["methods"] if one.get("policy") in ours]
     for price in sorted({one["asked_price"] for one in asked} - {None}):
@@ -58,8 +58,8 @@ def recomputed(path: Path) -> list[dict[str, Any]]:
             for name in classifiers[method]:
                 stops = []
                 for row in rows:
-                    said = 1 / (1 + np.exp(-np.array(row[f"{name}: outputs"], np.float64)))
-                    stops.append(first(said >= value - ROUNDING))
+                    chance = 1 / (1 + np.exp(-np.array(row[f"{name}: outputs"], np.float64)))
+                    stops.append(first(chance >= value - ROUNDING))
                 seeds.append(measured(rows, stops, f"{name}: flops"))
             one = {name: float(np.mean([one[name] for one in seeds])) for name in full}
         elif method == "fixed budget":

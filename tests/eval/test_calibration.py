@@ -19,6 +19,8 @@ from ospruner.eval.calibration import (
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
 
+from .evaluations import tabled
+
 CALIBRATIONS = 1000
 LEVEL = 0.05
 MARGIN = 0.02
@@ -55,18 +57,12 @@ def table(grades: FloatArray, traces_per_problem: int = 1) -> TraceTable:
     """Traces (N, T) with these grades, a step every 10 tokens."""
     N, T = grades.shape
     problems = N // traces_per_problem
-    return TraceTable(
+    return tabled(
+        np.ones((N, T), bool),
         problem_ids=[f"p{i}" for i in range(problems)],
         problem_index=np.arange(N) // traces_per_problem,
         lengths=np.tile(10 * np.arange(1, T + 1), (N, 1)),
         correct=grades,
-        matches_final=np.zeros((N, T), bool),
-        answer_tokens=np.full((N, T), 2),
-        mask=np.ones((N, T), bool),
-        num_steps=np.full(N, T),
-        natural_correct=np.full(N, np.nan),
-        capped=np.zeros(N, bool),
-        families=[""] * N,
     )
 
 

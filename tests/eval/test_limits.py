@@ -23,24 +23,19 @@ from ospruner.eval.metrics import AES_ABSOLUTE
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
 from ospruner.eval.table import TraceTable
 
+from .evaluations import tabled
+
 
 def make_table(seed: int, traces: int = 60, steps: int = 9) -> TraceTable:
     rng = np.random.default_rng(seed)
     num_steps = rng.integers(1, steps + 1, traces)
     mask = np.arange(steps) < num_steps[:, None]
     lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
-    return TraceTable(
-        problem_ids=[f"p{i}" for i in range(traces)],
-        problem_index=np.arange(traces),
+    return tabled(
+        mask,
         lengths=np.maximum.accumulate(lengths, axis=1),
         correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
-        matches_final=np.zeros_like(mask),
         answer_tokens=5 * mask,
-        mask=mask,
-        num_steps=num_steps,
-        natural_correct=np.full(traces, np.nan),
-        capped=np.zeros(traces, bool),
-        families=[""] * traces,
     )
 
 
