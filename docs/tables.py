@@ -28,7 +28,9 @@ from ospruner.eval.results import Estimate, Results, prices_of
 from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
-PAGES = tuple(DOCS / one for one in ("../README.md", "real-model.md", "numbers.md", "bases.md"))
+PAGES = tuple(
+    DOCS / one for one in ("../README.md", "real-model.md", "numbers.md", "bases.md", "serving.md")
+)
 Content = Mapping[str, Any]  # of a JSON file
 BLOCK = re.compile(
     r"(<!-- table: (?P<kind>[a-z-]+) (?P<files>[^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL
@@ -237,6 +239,14 @@ def real_growth(file: Content) -> str:
     return markdown_table(["right, %, after", *(f"{100 * s:.0f} %" for s in SHARES)], rows)
 
 
+def drift(file: Content) -> str:
+    """How soon a server sees that its traffic has drifted, by the size of its control group."""
+    shares = {key: one for key, one in file.items() if key.startswith("control ")}
+    heads = list(next(iter(shares.values())))
+    rows = [[name, *(one[head] for head in heads)] for name, one in shares.items()]
+    return markdown_table(["share of requests", *heads], rows)
+
+
 def claims(file: Content) -> str:
     """For how many seeds each of the demo's claims held."""
     found = file["seeds"]
@@ -248,6 +258,7 @@ def claims(file: Content) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
+    "drift": drift,
     "at-prices": at_prices,
     "areas": areas,
     "gaps": gaps,
