@@ -165,7 +165,8 @@ def test_the_promise_is_stored_told_and_kept(
     found = json.loads(numbers.read_text())
     assert (found["problems"], found["test"]) == (60, "exact")
     (stored,) = promises_of(policy)
-    assert set(stored) == {*CALIBRATION_FIELDS, "full_accuracy", "natural_accuracy"}
+    more = {"disagreement", "full_accuracy", "natural_accuracy"}
+    assert set(stored) == {*CALIBRATION_FIELDS, *more}
     assert f"right in {stored['full_accuracy']:.1%}; the natural answer there is right in" in said
     assert (stored["price"], stored["threshold"]) == (
         (None, found["value"]) if kind else (found["value"], 0.5)
