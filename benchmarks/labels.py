@@ -7,7 +7,7 @@ What the embedded reasoner thinks is laid end to end until it is as long as real
 (trace_shapes.json: R1-Distill-Qwen-7B on MATH-500), and answers are forced where those had their
 steps: once by the engine, which computes shared tokens once, and once from batches of whole
 prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and their answers are
-compared. `unique` are the nodes of the trie over all requests. Where vLLM is installed it forks the
+compared. `unique` are the tokens that cannot be shared. Where vLLM is installed it forks the
 same traces, from blocks of 32 tokens on a CPU.
 """
 

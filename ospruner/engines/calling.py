@@ -19,12 +19,13 @@ from .interface import (
     EnginesDownError,
     ForkedAnswer,
     ForkRequest,
-    OpenPrompts,
     Sampled,
     SamplingSettings,
     TokenCount,
     TraceDesk,
     TraceRequest,
+    UniqueTokens,
+    to_fork,
 )
 from .rows import Branch, SamplingRow
 
@@ -143,7 +144,7 @@ class Call:
     stop: Callable[[], AnswerStop] | None
 
     def __post_init__(self) -> None:
-        self.prompts = OpenPrompts(self.engine)
+        self.unique = UniqueTokens(self.engine)
         self.hosts: list[_Host] = []
         self.exhausted = False  # a server had room, and there was no trace to begin
         self.changed = asyncio.Event()
@@ -164,7 +165,6 @@ class Call:
                     request = self.desk.begin()
                     self.exhausted = request is None
                 if request is not None:
-                    self.prompts.begin(request)
                     if draws and request.trace is None:
                         self.engine._prepare_sampling(self.settings, [request.key])
                     host = None
@@ -206,22 +206,18 @@ class Call:
 
     async def _label(self, request: TraceRequest, host: _Host | None) -> None:
         """Samples a trace on a server, unless it was before, and forks it."""
-        trace, answers = request.trace, list[ForkedAnswer]()
+        trace = request.trace
         if host is not None:
             sampled = await self._tried(request, self._sampled(request, host))
             if sampled is None:
                 return
             trace, host = sampled
         assert trace is not None
-        if cuts := self.desk.sampled(request, trace):
-            fork = ForkRequest(request.prompt_ids, trace.trace_ids, cuts, request.options)
-            forked = await self._tried(request, self._forked(fork, host))
-            if forked is None:
-                return
-            answers = forked
-            self.prompts.forked(request, fork, self.suffix_ids, answers)
-        self.prompts.end(request)
-        self.desk.done(request, trace, answers)
+        if (fork := to_fork(self.desk, request, trace)) is not None:
+            answers = await self._tried(request, self._forked(fork, host))
+            if answers is not None:
+                self.unique.forked(fork, self.suffix_ids, answers)
+                self.desk.done(request, trace, answers)
 
     async def _tried(self, request: TraceRequest, work: Awaitable[_T]) -> _T | None:
         """What some work on a trace gives; None where it failed, which the desk is told."""
@@ -230,7 +226,6 @@ class Call:
         except EnginesDownError:
             raise
         except Exception as error:  # noqa: BLE001 - the other traces go on
-            self.prompts.end(request)
             self.desk.failed(request, error)
             return None
 
@@ -298,7 +293,7 @@ class Call:
                 if finished or thinking == row.thinking.ended:
                     break
             if finished or not thinking:
-                self.prompts.sampled(request, row.text[:-1])
+                self.unique.sampled(request, len(row.tokens))
                 return row.sampled(end_ids)
             if not row.thinking.ended and not (several and reply.ids):
                 _check_length(reply, limit)

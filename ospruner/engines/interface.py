@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -89,8 +89,7 @@ class ForkRequest:
     options: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if not len(self.prompt_ids):
-            raise ValueError("prompt_ids is empty; a fork needs a prompt")
+        _refuse_empty(self.prompt_ids)
         if bad := [cut for cut in self.cuts if not 0 <= cut <= len(self.trace_ids)]:
             raise ValueError(
                 f"cuts holds {bad}; each must lie in 0..{len(self.trace_ids)}, the trace's length"
@@ -117,6 +116,14 @@ class TraceRequest:
     key: str
     options: Sequence[int] = ()
     trace: Sampled | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_empty(self.prompt_ids)
+
+
+def _refuse_empty(prompt_ids: Sequence[int]) -> None:
+    if not len(prompt_ids):
+        raise ValueError("prompt_ids is empty; a trace needs a prompt")
 
 
 @dataclass(frozen=True)
@@ -172,8 +179,7 @@ class TokenCount:
     Attributes:
         computed: tokens that entered the model's forward, padding apart.
         padding: slots of padding that entered it beside them.
-        unique: nodes of the tries over the requests' tokens that have to be computed (a last
-            sampled token is not: nothing follows it), one trie per call.
+        unique: tokens that cannot be shared in a call, see `UniqueTokens`.
     """
 
     computed: int = 0
@@ -278,8 +284,6 @@ class Engine(ABC):
         Raises:
             ValueError: a prompt is empty, or too long with the cap.
         """
-        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
-            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
         if keys is None:
             seen: Counter[tuple[int, ...]] = Counter()
             keys = []
@@ -366,62 +370,52 @@ def row_state(seed: int, key: str) -> int:
     return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
 
 
-class OpenPrompts:
-    """Counts the unique tokens of a stream, in which the traces of one prompt are neighbours.
+class UniqueTokens:
+    """Counts the tokens of a call that cannot be shared.
 
-    They are the nodes of a trie over the tokens that had to be computed. A node is the 64-bit hash
-    of its path, so that a path is walked once, however many branch off.
+    Each prompt counts once, each trace once, and once at each of its cuts the suffix and the
+    answer; the last token does not, for nothing follows it.
 
     Args:
-        engine: in whose counts they are entered, once no trace of a prompt is being worked on.
+        engine: in whose counts they are entered.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Of each prompt: the traces worked on, and the nodes of sampling and of forks.
-        self._open: dict[tuple[int, ...], tuple[list[TraceRequest], set[int], set[int]]] = {}
+        self._sampled: set[int] = set()  # hashes of prompts
+        self._forked: set[int] = set()
 
-    def begin(self, request: TraceRequest) -> None:
-        """Takes note of a trace that begins."""
-        self._open.setdefault(tuple(request.prompt_ids), ([], set(), set()))[0].append(request)
-
-    def sampled(self, request: TraceRequest, token_ids: Sequence[int]) -> None:
-        """Takes the tokens, prompt included, that had to be computed to sample a trace."""
-        _add_path(self._open[tuple(request.prompt_ids)][1], token_ids)
+    def sampled(self, request: TraceRequest, tokens: int) -> None:
+        """Takes a trace that was sampled in so many tokens."""
+        prompt = _new(request.prompt_ids, self._sampled)
+        self._engine.sample_counts.unique += prompt + tokens - 1
 
     def forked(
-        self,
-        request: TraceRequest,
-        fork: ForkRequest,
-        suffix_ids: Sequence[int],
-        answers: Sequence[ForkedAnswer],
+        self, fork: ForkRequest, suffix_ids: Sequence[int], answers: Sequence[ForkedAnswer]
     ) -> None:
-        """Takes the tokens that had to be computed to fork a trace."""
-        nodes = self._open[tuple(request.prompt_ids)][2]
-        path = _add_path(nodes, [*fork.prompt_ids, *fork.trace_ids[: max(fork.cuts)]])
-        for cut, answer in zip(fork.cuts, answers, strict=True):
-            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
-            _add_path(nodes, [*suffix_ids, *fed], path[len(fork.prompt_ids) + cut])
-
-    def end(self, request: TraceRequest) -> None:
-        """Takes note of a trace that is done, or has failed."""
-        prompt = tuple(request.prompt_ids)
-        traces, sampled, forked = self._open[prompt]
-        traces.remove(request)
-        if not traces:
-            del self._open[prompt]
-            self._engine.sample_counts.unique += len(sampled)
-            self._engine.counts.unique += len(forked)
+        """Takes the answers that were forked off a trace."""
+        fed = {
+            cut: len(answer.ids) - (answer.ended != "eos")
+            for cut, answer in zip(fork.cuts, answers, strict=True)
+        }
+        forks = sum(len(suffix_ids) + tokens for tokens in fed.values())
+        prompt = _new(fork.prompt_ids, self._forked)
+        self._engine.counts.unique += prompt + len(fork.trace_ids) + forks
 
 
-def _add_path(nodes: set[int], token_ids: Iterable[int], node: int = 0) -> list[int]:
-    """Adds a path below a node of a trie; returns the node before each token, and the last one."""
-    path = [node]
-    for token_id in token_ids:
-        node = hash((node, token_id))
-        path.append(node)
-    nodes.update(path[1:])
-    return path
+def _new(prompt_ids: Sequence[int], seen: set[int]) -> int:
+    """How many tokens of a prompt are new: all or none."""
+    prompt, before = hash(tuple(prompt_ids)), len(seen)
+    seen.add(prompt)
+    return len(prompt_ids) if len(seen) > before else 0
+
+
+def to_fork(desk: TraceDesk, request: TraceRequest, trace: Sampled) -> ForkRequest | None:
+    """Hands in a sampled trace; what is to be forked off it, or None, and then it is done."""
+    if not (cuts := desk.sampled(request, trace)):
+        desk.done(request, trace, [])
+        return None
+    return ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -45,8 +45,8 @@ COSTS = (
     "sampling_computed_tokens",
     "sampling_unique_tokens",
 )
-"""What a run cost: tokens that entered the model's forward for forks, nodes of the trie over their
-requests (which had to be computed), slots of padding; the first two of sampling."""
+"""What a run cost: tokens that entered the model's forward for forks, those of them that cannot be
+shared, slots of padding; the first two of sampling."""
 
 Lost = tuple[str, int, str]
 """A trace that is no row: problem id, sample index, why."""

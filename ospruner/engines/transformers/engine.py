@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.bases import input_device
 
@@ -97,15 +96,6 @@ class TransformersEngine(Engine):
         """
         with fast_attention(self.model) if self.packed else nullcontext():
             Stream(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop).run()
-
-    def refuse_beyond_positions(self, length: int, added: int) -> None:
-        """Refuses a text of which `added` tokens more would be beyond the base's positions."""
-        limit = max_positions(self.model.config)
-        if limit is not None and length + added > limit:
-            raise ValueError(
-                f"a text of {length} tokens and {added} new ones exceed the base's {limit} "
-                "positions (max_position_embeddings): lower max_new_tokens, or shorten the text"
-            )
 
 
 LIKELIHOOD_TOLERANCE = 0.1

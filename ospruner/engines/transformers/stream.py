@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 
 from ..interface import (
     AnswerStop,
     ForkRequest,
-    OpenPrompts,
     Sampled,
     SamplingSettings,
     TraceDesk,
     TraceRequest,
+    UniqueTokens,
+    to_fork,
 )
 from ..rows import SamplingRow
 from .batch import RowBatch, joined, padded
@@ -63,7 +65,7 @@ class Stream:
         self.noise = batch_noise(engine.model)
         self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
         self.fork_added = len(self.suffix_ids) + self.max_new_tokens
-        self.prompts = OpenPrompts(engine)
+        self.unique = UniqueTokens(engine)
         self.waiting: TraceRequest | None = None  # for memory
         self.finished: list[_Finished] = []
         self.free = engine.budget.free()  # since no row was live
@@ -127,7 +129,7 @@ class Stream:
         for slot, row, token in zip(slots, chosen, tokens.tolist(), strict=True):
             if row.push(token, self.settings, self.engine.eos_ids):
                 rows[slot] = None
-                self.prompts.sampled(row.request, row.text[:-1])
+                self.unique.sampled(row.request, len(row.tokens))
                 self._sampled(row.request, row.sampled(self.engine.eos_ids))
 
     # What is begun, and what becomes of it.
@@ -166,7 +168,7 @@ class Stream:
                 if live or rows:
                     self.waiting = request
                     break
-                self._failed(request, budget.refusal(longest + self.added))
+                self.desk.failed(request, budget.refusal(longest + self.added))
                 continue
             self.longest = longest
             assert self.fmt is not None
@@ -176,37 +178,30 @@ class Stream:
     def _asked(self) -> TraceRequest | None:
         """The desk's next trace, but those that the engine refuses."""
         while request := self.desk.begin():
-            self.prompts.begin(request)
-            try:
-                if not len(request.prompt_ids):
-                    raise ValueError("the prompt is empty; a trace needs a prompt")
-                if request.trace is None:
-                    self.engine.refuse_beyond_positions(
-                        len(request.prompt_ids), self.settings.max_new_tokens
-                    )
-            except ValueError as error:
-                self._failed(request, error)
-                continue
-            return request
+            if request.trace is not None:
+                return request
+            length, added = len(request.prompt_ids), self.settings.max_new_tokens
+            if not self._refused(request, length, added):
+                return request
         return None
 
     def _sampled(self, request: TraceRequest, trace: Sampled) -> None:
-        if not (cuts := self.desk.sampled(request, trace)):
-            self.prompts.end(request)
-            self.desk.done(request, trace, [])
-            return
-        fork = ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
-        one = _Finished(request, trace, fork)
-        try:
-            self.engine.refuse_beyond_positions(one.tokens, self.fork_added)
-        except ValueError as error:
-            self._failed(request, error)
-            return
-        self.finished.append(one)
+        if (fork := to_fork(self.desk, request, trace)) is not None:
+            one = _Finished(request, trace, fork)
+            if not self._refused(request, one.tokens, self.fork_added):
+                self.finished.append(one)
 
-    def _failed(self, request: TraceRequest, error: ValueError) -> None:
-        self.prompts.end(request)
+    def _refused(self, request: TraceRequest, length: int, added: int) -> bool:
+        """Whether so many tokens more than a text has are beyond the base: the trace fails then."""
+        limit = max_positions(self.model.config)
+        if limit is None or length + added <= limit:
+            return False
+        error = ValueError(
+            f"a text of {length} tokens and {added} new ones exceed the base's {limit} "
+            "positions (max_position_embeddings): lower max_new_tokens, or shorten the text"
+        )
         self.desk.failed(request, error)
+        return True
 
     def _fork(self, live: int) -> bool:
         """Forks finished traces, those that memory takes beside live rows; whether it did any.
@@ -229,7 +224,6 @@ class Stream:
             together = max(1, min(TOGETHER, fitting - size))
             answers = self.forks.run([one.fork for one in group], together)
             for one, own in zip(group, answers, strict=True):
-                self.prompts.forked(one.request, one.fork, self.suffix_ids, own)
-                self.prompts.end(one.request)
+                self.unique.forked(one.fork, self.suffix_ids, own)
                 self.desk.done(one.request, one.trace, own)
         return done
