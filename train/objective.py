@@ -7,7 +7,9 @@ A policy that stops at step i with probability pi_i, given that it got there, st
 and earns R = sum_i P(tau = i) (A_i - lambda L_i), which is differentiable in the stop logits; A_i,
 L_i are labels (the paper's Eq. 1-4): no trace is sampled while training. Products of sigmoids are
 taken as sums of logsigmoids, so that logits of +-50 and traces of 1,000 steps lose nothing. Every
-tensor is padded to T steps; `mask` is true on the real steps, which come first in each row.
+tensor is padded to T steps; `mask` is true on the real steps, which come first in each row, and
+each row has one. As `TraceTable` makes them so, nothing is checked here: each look at a mask's
+values would make a GPU wait.
 
 An entropy bonus adds alpha H(tau). Gradients fade with pi (1 - pi): once most choices are all but
 certain, runs stay with what they happened to learn first; the bonus keeps those open on which
@@ -36,31 +38,8 @@ from .traces import Batch
 
 
 def last_step_mask(mask: Tensor) -> Tensor:
-    """Marks the last real step of each row, where stopping is forced.
-
-    Args:
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        (N, T) bool, true exactly once a row.
-
-    Raises:
-        TypeError: `mask` is not boolean.
-        ValueError: `mask` is not two-dimensional, a row has no real step, or a real step follows
-            padding.
-    """
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask has dtype {mask.dtype}; give a torch.bool tensor, true on real steps"
-        )
-    if mask.ndim != 2:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (N, T)")
-    if mask.shape[0] and (mask.shape[1] == 0 or not bool(mask[:, 0].all())):
-        raise ValueError("mask has a row without steps; every trace needs at least its natural end")
-    following = F.pad(mask[:, 1:], (0, 1))  # (N, T) is the next step real?
-    if bool((following & ~mask).any()):
-        raise ValueError("mask has a real step after padding; pad each row at its right end only")
-    return mask & ~following
+    """(N, T) bool: true once a row, on the last real step, where stopping is forced."""
+    return mask & ~F.pad(mask[:, 1:], (0, 1))
 
 
 def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
@@ -76,11 +55,7 @@ def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         (N, T) log-probabilities, -inf on padding; `exp` of each row sums to one.
-
-    Raises:
-        TypeError, ValueError: see `last_step_mask`; or the shapes differ.
     """
-    _check_shape("logits", logits, mask)
     last = last_step_mask(mask)  # (N, T)
     free = mask & ~last  # steps where the policy has a choice
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -106,15 +81,7 @@ def expected_reward(
 
     Returns:
         (N,) expected rewards, in the logits' precision (float32 at least).
-
-    Raises:
-        TypeError, ValueError: `price` is negative or not finite; or see
-            `log_stop_distribution`.
     """
-    if not (math.isfinite(price) and price >= 0):
-        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
-    _check_shape("correct", correct, mask)
-    _check_shape("lengths", lengths, mask)
     probability = log_stop_distribution(logits, mask).exp()  # (N, T)
     reward = correct.to(probability.dtype) - price * lengths.to(probability.dtype)
     return (probability * reward.masked_fill(~mask, 0.0)).sum(dim=1)
@@ -133,22 +100,11 @@ def stop_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (N,) entropies in nats, in the logits' precision (float32 at least); 0 where a trace has
         one step.
-
-    Raises:
-        TypeError, ValueError: see `log_stop_distribution`.
     """
     log_probability = log_stop_distribution(logits, mask)  # (N, T)
     # Logs are finite on real steps: 0 log 0 is 0, and so is its gradient.
     terms = log_probability.exp() * log_probability.masked_fill(~mask, 0.0)
     return -terms.sum(dim=1)
-
-
-def _check_shape(name: str, tensor: Tensor, mask: Tensor) -> None:
-    if tensor.shape != mask.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}; "
-            "both must be (N, T)"
-        )
 
 
 def objective_loss(
@@ -176,7 +132,7 @@ def objective_loss(
         A scalar.
 
     Raises:
-        TypeError, ValueError: see `expected_reward`; or there are not J prices.
+        ValueError: there are not J prices.
     """
     if isinstance(price, Sequence):
         losses = [

@@ -1,4 +1,4 @@
-"""The loop's losses: values by hand, gradients against finite differences in float64."""
+"""The losses against their definitions, one trace and step after the other, in float64."""
 
 from __future__ import annotations
 
@@ -7,92 +7,213 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from ospruner.train.objective import batch_loss, objective_loss
+from ospruner.eval.replay import stop_weights
+from ospruner.train.objective import (
+    batch_loss,
+    expected_reward,
+    last_step_mask,
+    log_stop_distribution,
+    objective_loss,
+    stop_entropy,
+)
 from ospruner.train.traces import Batch
 
-NUM_STEPS = (5, 1, 3)
+from ..eval.evaluations import tabled
+
+PRICE = 3e-4
 
 
-def make_batch(seed: int = 0) -> Batch:
-    draws = torch.Generator().manual_seed(seed)
-    N, T = len(NUM_STEPS), max(NUM_STEPS)
-    mask = torch.arange(T) < torch.tensor(NUM_STEPS)[:, None]
-    lengths = torch.randint(5, 40, (N, T), generator=draws).cumsum(1).double()
-    return Batch(
-        rows=np.arange(N),
-        positions=torch.zeros(N, T, dtype=torch.int64),
-        lengths=lengths,
-        correct=torch.randint(0, 2, (N, T), generator=draws).double(),
-        matches_final=torch.randint(0, 2, (N, T), generator=draws).double(),
-        mask=mask,
-    )
+def ragged(
+    rows: int, steps: int, scale: float, seed: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random logits within +-scale, grades, increasing lengths, and a mask of 1..steps steps."""
+    g = torch.Generator().manual_seed(seed)
+    logits = (2 * torch.rand(rows, steps, generator=g, dtype=torch.float64) - 1) * scale
+    correct = torch.rand(rows, steps, generator=g, dtype=torch.float64)
+    lengths = torch.randint(1, 40, (rows, steps), generator=g).cumsum(dim=1).double()
+    num_steps = torch.randint(1, steps + 1, (rows,), generator=g)
+    num_steps[0] = steps
+    mask = torch.arange(steps) < num_steps[:, None]
+    return logits.to(dtype), correct.to(dtype), lengths, mask
 
 
-def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bonus: float) -> float:
-    """The loss from its definition, one trace and step after the other."""
-    reward, entropy, steps = 0.0, 0.0, 0
-    for n, T in enumerate(NUM_STEPS):
-        survival = 1.0
-        for i in range(T):
-            p = 1 / (1 + math.exp(-float(logits[n, i])))
-            stop = 1.0 if i == T - 1 else p
-            gain = float(batch.correct[n, i]) - penalty * float(batch.lengths[n, i])
-            reward += survival * stop * (gain - bonus * math.log(survival * stop))
-            survival *= 1 - stop
-            final = [float(value) for value in batch.matches_final[n, :T]]
-            y = {
-                "os-pruner": 0.0,
-                "probe": float(batch.correct[n, i]),
-                "convergence": min(final[i:]),
-                "final-answer": final[i],
-            }[method]
-            entropy -= y * math.log(p) + (1 - y) * math.log(1 - p)
-            steps += 1
-    return -reward / len(NUM_STEPS) if method == "os-pruner" else entropy / steps
+def brute_force(
+    logits: Tensor,
+    correct: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    price: float = PRICE,
+    bonus: float = 0.0,
+) -> Tensor:
+    """(N,) Eq. 1-3 literally, with the bonus: sigmoids and products, differentiable."""
+    rewards = []
+    for n in range(len(logits)):
+        steps = int(mask[n].sum())
+        survival = torch.ones((), dtype=torch.float64)
+        reward = 0.0 * logits[n].sum()  # T = 1 depends on no logit
+        for i in range(steps):
+            pi = torch.sigmoid(logits[n, i]) if i < steps - 1 else torch.ones_like(survival)
+            reward = reward + survival * pi * (correct[n, i] - price * lengths[n, i])
+            if bonus:
+                reward = reward - bonus * survival * pi * (survival * pi).log()
+            survival = survival * (1 - pi)
+        rewards.append(reward)
+    return torch.stack(rewards)
 
 
+@given(st.integers(1, 30), st.sampled_from([0.5, 5.0, 50.0]), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_entropy_is_that_of_the_choices_on_the_way(steps: int, scale: float, seed: int) -> None:
+    logits, _, _, mask = ragged(4, steps, scale, seed)
+    for n, row in enumerate(stop_entropy(logits, mask)):
+        expected, survival = 0.0, 1.0
+        for i in range(int(mask[n].sum()) - 1):
+            p = torch.sigmoid(logits[n, i]).item()
+            q = torch.sigmoid(-logits[n, i]).item()
+            expected -= survival * (p * math.log(p) + q * math.log(q))
+            survival *= q
+        assert row.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_entropy_has_a_finite_gradient_where_no_probability_is_left() -> None:
+    logits = torch.tensor([[200.0, 5.0, -300.0, 1.0], [-300.0, 200.0, 0.0, 9.0]])
+    logits.requires_grad_(True)
+    mask = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    entropy = stop_entropy(logits, mask)
+    entropy.sum().backward()
+    assert entropy.tolist() == [0.0, 0.0]
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    ("method", "bonus"),
+    ("rows", "steps", "scale", "shift"),
     [
-        ("os-pruner", 0.0),
-        ("os-pruner", 0.03),
-        ("probe", 0.0),
-        ("convergence", 0.0),
-        ("final-answer", 0.0),
+        (16, 12, 3.0, 0.0),
+        (16, 12, 50.0, 0.0),
+        (4, 1, 50.0, 0.0),
+        (2, 1000, 50.0, 0.0),
+        (3, 1000, 0.5, -5.0),  # stops with .7 % at each step: mass on all, not only on the first
     ],
 )
-def test_batch_loss_and_its_gradient(method: str, bonus: float) -> None:
-    batch, penalty = make_batch(), 3e-3
-    draws = torch.Generator().manual_seed(1)
-    logits = torch.randn(batch.mask.shape, generator=draws, dtype=torch.float64) * 2
-    logits.requires_grad_(True)
-    loss = batch_loss(method, logits, batch, penalty, bonus)
-    expected = by_hand(method, logits.detach(), batch, penalty, bonus)
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
-    loss.backward()
-    assert logits.grad is not None
-    step = 1e-6
-    for n, i in torch.cartesian_prod(*map(torch.arange, logits.shape)).tolist():
-        moved = logits.detach().clone()
-        moved[n, i] += step
-        above = batch_loss(method, moved, batch, penalty, bonus).item()
-        moved[n, i] -= 2 * step
-        below = batch_loss(method, moved, batch, penalty, bonus).item()
-        assert logits.grad[n, i].item() == pytest.approx((above - below) / (2 * step), abs=1e-8)
-    assert (logits.grad[~batch.mask] == 0).all()
-    assert (logits.grad[batch.mask] != 0).sum() >= 6
+def test_reward_and_gradient_equal_brute_force(
+    rows: int, steps: int, scale: float, shift: float, dtype: torch.dtype
+) -> None:
+    logits, correct, lengths, mask = ragged(rows, steps, scale, seed=steps)
+    exact = (logits + shift).requires_grad_()
+    expected = brute_force(exact, correct, lengths, mask)
+    x = exact.detach().to(dtype).requires_grad_()
+    reward = expected_reward(x, correct.to(dtype), lengths, PRICE, mask)
+    (gradient,) = torch.autograd.grad(reward.sum(), x)
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    # Rewards reach -PRICE * 20,000 = -6 at T = 1000: float32 rounds there.
+    tolerance = 1e-11 if dtype == torch.float64 else 5e-6
+    torch.testing.assert_close(reward.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=10 * tolerance, atol=tolerance)
+    assert shift == 0 or float(gradient[0, -2].abs()) > 0
 
 
-def test_the_loss_is_the_mean_over_prices_and_at_0_accuracy_alone() -> None:
+def test_last_step_and_padding_have_no_effect() -> None:
+    logits, correct, lengths, mask = ragged(6, 9, 4.0, seed=2)
+    before = expected_reward(logits, correct, lengths, PRICE, mask)
+    unread = ~mask | last_step_mask(mask)
+    poisoned = logits.masked_fill(unread, math.nan).requires_grad_()
+    after = expected_reward(poisoned, correct.masked_fill(~mask, math.nan), lengths, PRICE, mask)
+    assert torch.equal(before, after)
+    (grad,) = torch.autograd.grad(after.sum(), poisoned)
+    assert not grad.isnan().any()
+    assert (grad[unread] == 0).all()
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    logits, correct, lengths, mask = ragged(4, 200, 4.0, seed=3)
+    half = logits.bfloat16()
+    reward = expected_reward(half, correct, lengths, PRICE, mask)
+    assert reward.dtype == torch.float32
+    exact = expected_reward(half.double(), correct, lengths, PRICE, mask)
+    torch.testing.assert_close(reward.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+traces = st.integers(1, 40).flatmap(
+    lambda steps: st.tuples(
+        st.lists(st.floats(-50, 50), min_size=steps, max_size=steps),
+        st.lists(st.floats(0, 1), min_size=steps, max_size=steps),
+        st.integers(1, steps),
+    )
+)
+
+
+@given(traces, st.floats(0, 1e-2))
+@settings(deadline=None)
+def test_distribution_and_reward_properties(
+    trace: tuple[list[float], list[float], int], price: float
+) -> None:
+    values, grades, real = trace
+    logits = torch.tensor([values], dtype=torch.float64)
+    correct = torch.tensor([grades], dtype=torch.float64)
+    lengths = 7 * torch.arange(1, len(values) + 1, dtype=torch.float64)[None]
+    mask = torch.arange(len(values))[None] < real
+    distribution = log_stop_distribution(logits, mask).exp()
+    assert float(distribution.sum()) == pytest.approx(1.0, abs=1e-12)
+    assert (distribution[~mask] == 0).all()
+    rewards = (correct - price * lengths)[mask]
+    reward = float(expected_reward(logits, correct, lengths, price, mask))
+    assert float(rewards.min()) - 1e-12 <= reward <= float(rewards.max()) + 1e-12
+    weights = stop_weights(tabled(mask.numpy()), torch.sigmoid(logits).numpy())
+    np.testing.assert_allclose(weights, distribution, rtol=1e-9, atol=1e-12)
+
+
+# The loop's losses, of batches.
+
+
+@pytest.fixture
+def batch() -> Batch:
+    _, correct, lengths, mask = ragged(3, 5, 1.0, seed=1)
+    draws = torch.Generator().manual_seed(0)
+    final = torch.randint(0, 2, mask.shape, generator=draws).double()
+    positions = torch.zeros(mask.shape, dtype=torch.int64)
+    return Batch(np.arange(3), positions, lengths, correct.round(), final, mask)
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.03])
+def test_the_loss_is_the_mean_reward_and_its_gradient(batch: Batch, bonus: float) -> None:
+    logits = ragged(3, 5, 3.0, seed=4)[0].requires_grad_()
+    labels = (batch.correct, batch.lengths, batch.mask)
+    found = batch_loss("os-pruner", logits, batch, 3e-3, bonus)
+    wanted = -brute_force(logits, *labels, 3e-3, bonus).mean()
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-12)
+    gradients = (torch.autograd.grad(loss, logits)[0] for loss in (found, wanted))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["probe", "convergence", "final-answer"])
+def test_baselines_classify_every_step(batch: Batch, method: str) -> None:
+    logits, losses = ragged(3, 5, 3.0, seed=4)[0], []
+    for n, steps in enumerate(batch.mask.sum(1).tolist()):
+        final = batch.matches_final[n, :steps].tolist()
+        for i in range(steps):
+            right = float(batch.correct[n, i])
+            y = {"probe": right, "convergence": min(final[i:]), "final-answer": final[i]}[method]
+            p = 1 / (1 + math.exp(-float(logits[n, i])))
+            losses.append(-y * math.log(p) - (1 - y) * math.log(1 - p))
+    assert batch_loss(method, logits, batch, 0.0).item() == pytest.approx(np.mean(losses))
+
+
+def test_the_loss_is_the_mean_over_prices_and_at_0_accuracy_alone(batch: Batch) -> None:
     logits = torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(0)).double()
-    batch, prices = make_batch(), (0.0, 1e-3, 2e-2)
+    prices = (0.0, 1e-3, 2e-2)
+    labels = (batch.correct, batch.lengths, batch.mask)
     alone = [
-        by_hand("os-pruner", logits[j], batch, price, 0.01 if price else 0.0)
+        -brute_force(logits[j], *labels, price, 0.01 if price else 0.0).mean().item()
         for j, price in enumerate(prices)
     ]
-    labels = (batch.correct, batch.lengths)
-    found = objective_loss(logits, *labels, prices, batch.mask, 0.01)
+    found = objective_loss(logits, batch.correct, batch.lengths, prices, batch.mask, 0.01)
     assert found.item() == pytest.approx(sum(alone) / 3, abs=1e-12)
     with pytest.raises(ValueError, match="zip"):
-        objective_loss(logits, *labels, prices[:2], batch.mask)
+        objective_loss(logits, batch.correct, batch.lengths, prices[:2], batch.mask)

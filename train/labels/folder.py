@@ -66,19 +66,19 @@ class Shard:
         return self.file.replace("data/", "prefixes/")
 
 
-def read_manifest(path: str | Path, name: str = MANIFEST) -> dict[str, Any]:
+def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a label folder, in today's form.
 
     Raises:
         ValueError: there is none, it is damaged, or of another version.
     """
-    file = Path(path) / name
+    file = Path(path) / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{path} has no {name}: it is no label folder")
+        raise ValueError(f"{path} has no {MANIFEST}: it is no label folder")
     manifest = read_checked(
         file,
-        f"put an earlier copy of {name} in its place, or label into another folder (without it, "
-        "nothing tells how the traces were made)",
+        f"put an earlier copy of {MANIFEST} in its place, or label into another folder (without "
+        "it, nothing tells how the traces were made)",
     )
     version = manifest.get("format_version")
     if version == 2:  # its shards held what was lost, and costs, as well
@@ -96,23 +96,14 @@ def read_manifest(path: str | Path, name: str = MANIFEST) -> dict[str, Any]:
 def read_manifests(path: str | Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Folder and manifest of each split: of a label run one, of published splits one each.
 
-    A published split is a folder; earlier ones shared one, as `manifest-SPLIT.json`.
-
     Raises:
         ValueError: see `read_manifest`.
     """
     path = Path(path)
-    if not (path / MANIFEST).is_file():
-        parts = sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
-        if parts:
-            return {part.name: (part, read_manifest(part)) for part in parts}
-    found = {}
-    for name in (MANIFEST, *sorted(file.name for file in path.glob("manifest-*.json"))):
-        manifest = read_manifest(path, name)
-        shards = shards_of(manifest)
-        split = Path(shards[0].file).stem.rpartition("-")[0] if shards else "train"
-        found[split] = path, manifest
-    return found
+    parts = sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
+    if parts and not (path / MANIFEST).is_file():
+        return {part.name: (part, read_manifest(part)) for part in parts}
+    return {"train": (path, read_manifest(path))}
 
 
 def shards_of(manifest: Mapping[str, Any]) -> list[Shard]:

@@ -38,8 +38,8 @@ from .folder import MANIFEST, check_folder, data_hash, read_labels, read_manifes
 from .importing import ImportedTrace, read_traces
 from .labelling import Labeller, grade_rows
 from .loading import load_splits
-from .making import label_problems
-from .on_ray import Worker, label_with_ray
+from .making import label_problems, label_stored
+from .on_ray import Worker, ray_work
 from .store import LabelStore
 
 __all__ = [
@@ -108,6 +108,12 @@ class LabelConfig:
     retry_failed: bool = _help("Try traces again that failed in an earlier run.", False)
     actors: int = _help("Spread over so many engines on a Ray cluster.", 0)
     gpus_per_actor: float = _help("GPUs of each of these engines.", 1.0)
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("chunk", 1), ("actors", 0), ("gpus_per_actor", 0)):
+            value = vars(self)[name]
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
 
     def open_task(self) -> Task:
         """The task by name.
@@ -221,7 +227,6 @@ def run_label(
 ) -> DatasetDict:
     """What `label` does, with all settings in one object; of these problems where they are read."""
     task = config.open_task()
-    task.check()
     loaded = loaded or load_run_problems(config, task)
     return _run(config, task, loaded.problems, loaded.source, progress)
 
@@ -244,14 +249,8 @@ def import_traces(
 ) -> DatasetDict:
     """Labels traces that others made: their answers are forced by a base of yours.
 
-    Args:
-        base: as for `label`, and so are `out`, `engine` and `progress`.
-        file: the traces; see `importing.read_traces`.
-        out: likewise.
-        engine: likewise.
-        limit: only the first so many traces.
-        progress: likewise.
-        settings: other fields of `LabelConfig`, but for those of sampling, data sets and Ray.
+    Args are those of `label`, with the traces in place of the problems (`importing.read_traces`)
+    and without the settings of sampling, data sets and Ray.
 
     Raises:
         TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
@@ -260,7 +259,6 @@ def import_traces(
     _refuse_settings(settings, set(given) | {"out"} | _NOT_OF_IMPORTS)
     config = LabelConfig(**given, out=str(out), **settings)
     task = config.open_task()
-    task.check()
     fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
     samples = 1 + max(trace.key.sample_index for trace in traces)
@@ -278,6 +276,7 @@ def _run(
     imported: Sequence[ImportedTrace] = (),
 ) -> DatasetDict:
     """Labels problems. Whatever can be refused is refused before the engine starts."""
+    task.check()
     name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
     fmt = _format_of(config, tokenizer, task)
@@ -297,18 +296,15 @@ def _run(
         return open_engine(name, own, options), labels
 
     if config.actors:
-        label_with_ray(
-            problems,
+        work = ray_work(
             worker,
-            settings,
-            config.out,
             config.actors,
             gpus_per_actor=config.gpus_per_actor,
             chunk_traces=config.chunk,
-            retry_failed=config.retry_failed,
-            source={**source, "scale": "ray"},
             progress=progress,
         )
+        source = {**source, "scale": "ray"}
+        label_stored(settings, problems, config.out, work, None, config.retry_failed, source)
         return load_splits(config.out)
     label_problems(
         problems,
@@ -334,8 +330,6 @@ def load_run_problems(config: LabelConfig, task: Task | None = None) -> Loaded:
     Raises:
         FileNotFoundError, ValueError: see `load_source`; or nothing is left.
     """
-    if config.limit is not None and config.limit < 1:
-        raise ValueError(f"limit is {config.limit}; it must be at least 1")
     read = (lambda row: row) if task is None else task.read_row
     loaded = load_source(
         config.dataset,

@@ -21,7 +21,7 @@ from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
-from .folder import data_hash, read_labels, read_manifests, refuse_other_data
+from .folder import MANIFEST, data_hash, read_labels, read_manifests, refuse_other_data
 
 __all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits", "split_by_text"]
 
@@ -129,14 +129,13 @@ def _folder_of(source: str | Path) -> Path:
             "or a data set's id on the Hub"
         )
     check_place("labels", str(source))
-    wanted = ["*manifest*.json", "*" + PROVENANCE_FILE, "*data/*.parquet"]
+    wanted = ["*" + MANIFEST, "*" + PROVENANCE_FILE, "*data/*.parquet"]
     return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted))
 
 
 def _read(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labels:
     """The labels of one manifest."""
-    if not any(folder.glob("manifest-*.json")):  # else one record is beside several splits
-        refuse_other_data(folder, manifest)
+    refuse_other_data(folder, manifest)
     of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
     settings = LabelSettings.from_dict(manifest["settings"])
     traces = read_labels(folder, manifest)
@@ -240,14 +239,13 @@ def _named(traces: Dataset, name: str) -> Dataset:
     return Dataset(table.set_column(table.column_names.index("problem_id"), "problem_id", ids))
 
 
-def split_of(problem_id: str, seed: int = 0, fractions: Mapping[str, float] | None = None) -> str:
+def split_of(problem_id: str, fractions: Mapping[str, float] | None = None) -> str:
     """The split a problem belongs to, by hash: stable when problems are added or reordered.
 
     Every trace of a problem falls in the same split.
 
     Args:
         problem_id: the problem.
-        seed: another seed gives another partition.
         fractions: share of each split, in order, summing to one; by default train .8,
             validation .1, test .1.
 
@@ -257,7 +255,7 @@ def split_of(problem_id: str, seed: int = 0, fractions: Mapping[str, float] | No
     shares = {"train": 0.8, "validation": 0.1, "test": 0.1} if fractions is None else fractions
     if any(share < 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1.0):
         raise ValueError(f"fractions is {dict(shares)}; shares must be >= 0 and sum to 1")
-    digest = hashlib.blake2b(f"{seed}\x00{problem_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"0\x00{problem_id}".encode(), digest_size=8).digest()
     u = int.from_bytes(digest, "big") / 2**64
     reached = 0.0
     for name, share in shares.items():

@@ -29,7 +29,11 @@ from .importing import ImportedTrace
 from .labelling import Labeller, TraceKey, grade_rows
 from .store import Chunk, LabelStore
 
-__all__ = ["LabelStream", "Labeller", "label_problems", "label_stored"]
+__all__ = ["LabelStream", "Labeller", "Work", "label_problems", "label_stored"]
+
+Work = Callable[[LabelStore, Sequence[TraceKey], int], None]
+"""Commits traces: is given the folder, the traces that it lacks (one at least), and how many all
+are."""
 
 
 def label_problems(
@@ -78,11 +82,7 @@ def label_problems(
         EnginesDownError: no server is left; what was committed is kept.
         Exception: that of the first trace, where several raise one in a row, and again alone.
     """
-    if chunk_traces < 1:
-        raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
     labeller.task.check()
-    for problem in problems:
-        labeller.options(problem)  # refuses what cannot be read
     given = {trace.key.name: trace for trace in imported}
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
@@ -107,22 +107,15 @@ def label_stored(
     settings: LabelSettings,
     problems: Sequence[Problem],
     out_dir: str | Path,
-    work: Callable[[LabelStore, Sequence[TraceKey], int], None],
+    work: Work,
     traces: Sequence[TraceKey] | None = None,
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Opens a label folder, has the traces done that it lacks, and finishes it.
 
-    Args:
-        settings: of the run.
-        problems: as for `label_problems`, and so are `out_dir`, `retry_failed` and `source`.
-        out_dir: likewise.
-        work: commits traces: is given the folder, those that are left, and how many all are; not
-            called where none is left.
-        traces: which; by default `samples_per_problem` of each problem.
-        retry_failed: likewise.
-        source: likewise.
+    Arguments are those of `label_problems`, and `traces` which they are: by default
+    `samples_per_problem` of each problem.
     """
     given: dict[str, Problem] = {}
     for problem in problems:

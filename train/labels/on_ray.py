@@ -7,23 +7,18 @@ of traces, of which the end of its process may cost only those that it has begun
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from datasets import Dataset
-
 from ospruner.engines.interface import Engine
-from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import LabelSettings
 from ospruner.optional import needed
 from ospruner.progress import Progress, silent
 
 from .labelling import Labeller, TraceKey
-from .making import LabelStream, label_stored
+from .making import LabelStream, Work
 from .store import Chunk, LabelStore
 
-__all__ = ["UnfinishedRunError", "Worker", "label_with_ray"]
+__all__ = ["UnfinishedRunError", "Worker", "ray_work"]
 
 _PIP_LINE = "pip install 'ospruner[ray]'"
 _DEATHS = 2  # how often a trace may end its actor together with others, and then alone
@@ -35,105 +30,52 @@ class UnfinishedRunError(OSError):
     """Some traces of a run could not be done, for reasons outside of it; the others are kept."""
 
 
-def label_with_ray(
-    problems: Sequence[Problem],
+def ray_work(
     make_worker: Callable[[], Worker],
-    settings: LabelSettings,
-    out_dir: str | Path,
     actors: int,
     *,
     gpus_per_actor: float = 1,
     chunk_traces: int = 128,
-    retry_failed: bool = False,
-    source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
-) -> Dataset:
-    """What `label_problems` does, on the actors of a Ray cluster.
+) -> Work:
+    """What labels a folder's traces (`label_stored`) on the actors of a Ray cluster.
 
     Another takes the place of an actor that dies, and what that had begun is done again; what has
     been begun in two of them is done alone, so that a deadly trace is found and recorded as failed.
+    Some that could not be done raise an UnfinishedRunError; the others are in the folder.
 
     Args:
-        problems: what to reason about; ids are unique.
         make_worker: called once in each actor.
-        settings: of the run, its reasoning format filled in.
-        out_dir: an empty folder, or one of an earlier run with the same settings.
         actors: engines, each in a process of its own.
         gpus_per_actor: GPUs of each; for a vLLM replica its `tensor_parallel_size`.
         chunk_traces: traces that an actor may have begun and not handed in: what its end may cost.
-        retry_failed: try those again that failed in an earlier run.
-        source: where the problems come from; kept in the manifest.
         progress: called with phase "label", in traces.
-
-    Returns:
-        The labelled traces, columns `features.FEATURES`.
 
     Raises:
         MissingPackageError: Ray is not installed.
-        ValueError: bad problems, or a folder that holds something else or is being written.
-        UnfinishedRunError: some traces could not be done; the others are in the folder.
     """
-    for name, value in (("actors", actors), ("chunk_traces", chunk_traces)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be 1 or more")
-    if gpus_per_actor < 0:
-        raise ValueError(f"gpus_per_actor is {gpus_per_actor}; it must be 0 or more")
     needed("ray", f"labelling with actors={actors}", _PIP_LINE)
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
+        import ray
+
+        foreman: Any = ray.remote(num_cpus=0)(_Foreman).remote(list(todo))
+        kind: Any = ray.remote(num_gpus=gpus_per_actor, num_cpus=1)(_Actor)
+        count = min(actors, len(todo))
         window = min(chunk_traces, -(-len(todo) // actors))  # none takes another's share
-        cluster = _Cluster(make_worker, gpus_per_actor, window, todo)
+        errors, opened = list[str](), 0
+        running: dict[Any, tuple[int, Any]] = {}  # by what an actor does: its number and itself
 
         def receive() -> None:
-            for chunk, effects in cluster.collect():
+            for chunk, effects in ray.get(foreman.collect.remote()):
                 store.note_effects(effects)
                 store.commit(chunk)
             progress("label", total - sum(key.place not in store.done for key in todo), total)
 
-        errors = cluster.run(min(actors, len(todo)), receive)
-        if left := sum(key.place not in store.done for key in todo):
-            raise UnfinishedRunError(
-                f"{left} traces are not done; the first error: {''.join(errors[:1])}. The others "
-                f"are kept in {store.path}: see to the cause and run again"
-            )
-
-    return label_stored(settings, problems, out_dir, work, None, retry_failed, source)
-
-
-class _Cluster:
-    """The actors, and the foreman between them and this process."""
-
-    def __init__(
-        self, make_worker: Callable[[], Worker], gpus: float, window: int, todo: Sequence[TraceKey]
-    ) -> None:
-        import ray
-
-        self._ray = ray
-        self._foreman: Any = ray.remote(num_cpus=0)(_Foreman).remote(list(todo))
-        kind: Any = ray.remote(num_gpus=gpus, num_cpus=1)(_Actor)
-        self._open = lambda name: kind.remote(make_worker, self._foreman, name, window)
-
-    def collect(self) -> list[tuple[Chunk, str | None]]:
-        """What was finished since the last time, with `Engine.batch_effects`."""
-        found: list[tuple[Chunk, str | None]] = self._ray.get(self._foreman.collect.remote())
-        return found
-
-    def run(self, count: int, receive: Callable[[], None]) -> list[str]:
-        """Has all labelled by so many actors; the errors that ended some of them.
-
-        Args:
-            count: actors.
-            receive: takes what is finished, every fifth of a second.
-
-        Raises:
-            RayActorError: an actor cannot open its engine.
-        """
-        ray, errors, opened = self._ray, list[str](), 0
-        running: dict[Any, tuple[int, Any]] = {}  # by what an actor does: its number and itself
         try:
             while running or opened < count:
                 for number in range(opened, count):
-                    actor = self._open(number)
+                    actor = kind.remote(make_worker, foreman, number, window)
                     running[actor.label.remote()] = number, actor
                 opened = count
                 ended, _ = ray.wait(list(running), timeout=0.2)
@@ -143,19 +85,25 @@ class _Cluster:
                     try:
                         said = ray.get(ref)
                     except ray.exceptions.RayActorError:
-                        if not ray.get(self._foreman.lost.remote(number)):
-                            raise
+                        if not ray.get(foreman.lost.remote(number)):
+                            raise  # it cannot open its engine
                         count += 1  # another takes its place
                         continue
                     if said:
                         errors.append(said)
-                    elif ray.get(self._foreman.left.remote()):  # what one that died had begun
+                    elif ray.get(foreman.left.remote()):  # what one that died had begun
                         running[actor.label.remote()] = number, actor
             receive()
         finally:
             for _, actor in running.values():
                 ray.kill(actor)
-        return errors
+        if left := sum(key.place not in store.done for key in todo):
+            raise UnfinishedRunError(
+                f"{left} traces are not done; the first error: {''.join(errors[:1])}. The others "
+                f"are kept in {store.path}: see to the cause and run again"
+            )
+
+    return work
 
 
 class _Foreman:

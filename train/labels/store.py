@@ -222,7 +222,6 @@ class LabelStore:
                 rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
                 _write_parquet(self.path / shard.view, rows.data.table)
         self._write_manifest(_counts_of(whole))
-        self._write_card()
         return Dataset(whole)
 
     def _open(self) -> None:
@@ -300,13 +299,12 @@ class LabelStore:
         self.shards += [self._written(next(names), table) for table in added]
         self.lost = self.lost.plus(Chunk() if lost is None else lost)
         self._write_manifest()
-        self._write_card()
         for shard in set(before).difference(self.shards):
             (self.path / shard.file).unlink()
             (self.path / shard.view).unlink(missing_ok=True)
 
     def _free_names(self) -> Iterator[str]:
-        taken = [path.stem for path in self.path.glob("da*/train-*")]  # "damaged": of earlier times
+        taken = [path.stem for path in self.path.glob("data/train-*")]
         first = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=-1)
         return (f"data/train-{number:05d}.parquet" for number in itertools.count(first))
 
@@ -343,6 +341,7 @@ class LabelStore:
             "shards": [asdict(shard) for shard in self.shards],
         }
         write_checked(self.path / MANIFEST, manifest)
+        self._write_card()
 
 
 def _hash(shards: Iterable[Shard]) -> str:

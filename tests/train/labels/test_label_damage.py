@@ -91,18 +91,6 @@ def test_each_flipped_byte_is_refused_or_changes_nothing(
         assert share >= least, name
 
 
-@pytest.mark.slow
-def test_many_flips_of_a_larger_shard(
-    make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
-) -> None:
-    folder = write(tmp_path / "labels", [make_labels(2_000).to_list()])
-    file = folder / "data" / "train-00000.parquet"
-    assert file.stat().st_size > 60_000
-    read = lambda: read_labels(folder).to_list()  # noqa: E731
-    step = file.stat().st_size // 300
-    assert refused_share(file, read, step, fuzzed, "label folder, larger shard") == 1
-
-
 def test_other_readers_see_damage_too(make_labels: MakeLabels, tmp_path: Path) -> None:
     """Pages carry checksums of their own."""
     folder = write(tmp_path / "labels", [make_labels(50).to_list()])
@@ -136,15 +124,6 @@ def test_damage_is_named_set_aside_and_made_good(make_labels: MakeLabels, tmp_pa
     (folder / "data" / "train-00000.parquet").unlink()
     with pytest.raises(DamagedError, match=r"train-00000\.parquet is missing"):
         read_labels(folder)
-
-
-def test_a_damaged_manifest_names_the_way_out(make_labels: MakeLabels, tmp_path: Path) -> None:
-    folder = write(tmp_path / "labels", [make_labels(2).to_list()])
-    earlier = flip(folder / "manifest.json", 300, 1)
-    with pytest.raises(DamagedError, match=r"manifest\.json.* is damaged.*an earlier copy"):
-        read_labels(folder)
-    (folder / "manifest.json").write_bytes(earlier)
-    assert len(read_labels(folder)) == 2
 
 
 def test_data_of_another_record_are_refused(make_labels: MakeLabels, tmp_path: Path) -> None:

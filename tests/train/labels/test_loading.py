@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
-from ospruner.durable import read_checked, write_checked
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import Verdict
 from ospruner.eval.schema import LabelSettings
@@ -154,24 +153,6 @@ def test_labels_of_a_test_split_are_that_split(make_labels: MakeLabels, tmp_path
         store.commit(Chunk(make_labels(3).to_list()))
         store.finish()
     assert {name: len(rows) for name, rows in load_splits(tmp_path).items()} == {"test": 3}
-
-
-def test_every_split_of_a_published_data_set_is_read_back(
-    folder: Path, make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    """Each has a manifest of its own."""
-    other = tmp_path / "other"
-    with LabelStore(other, SETTINGS) as store:
-        store.commit(Chunk(make_labels(4, seed=5, prefix="v").to_list()))
-        store.finish()
-    manifest = read_checked(other / "manifest.json", "")
-    manifest["shards"][0]["file"] = "data/validation-00000.parquet"
-    shutil.copy(other / "data/train-00000.parquet", folder / "data/validation-00000.parquet")
-    write_checked(folder / "manifest-validation.json", manifest)
-    splits = load_splits(folder)
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4}
-    assert load_labels(splits["validation"]).data_hash == load_labels(other).data_hash
-    assert len(load_labels(folder).traces) == 12
 
 
 def test_stats_say_what_the_rows_say(folder: Path) -> None:

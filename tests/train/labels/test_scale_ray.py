@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from datasets import Dataset
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines import TransformersEngine
@@ -24,15 +25,19 @@ from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import MissingPackageError
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import label
-from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.labels.on_ray import UnfinishedRunError, Worker, label_with_ray
+from ospruner.train.labels.making import Labeller, label_problems, label_stored
+from ospruner.train.labels.on_ray import UnfinishedRunError, Worker, ray_work
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
-OPTIONS: dict[str, Any] = {"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4}
+
+
+def label_with_ray(problems: list[Problem], make: MakeWorker, out: Path, **options: Any) -> Dataset:
+    work = ray_work(make, **{"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4} | options)
+    return label_stored(make.settings, problems, out, work)
 
 
 def died(file: Path) -> list[int]:
@@ -132,7 +137,7 @@ def test_deadly_and_poisoned_traces_cost_themselves_only(
         assert (phase, total) == ("label", len(PROBLEMS))
         seen.append(done)
 
-    labels = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS, progress=progress)
+    labels = label_with_ray(PROBLEMS, make, out, progress=progress)
     assert len(set(died(deadly))) == 4
     assert os.getpid() not in died(deadly)
     manifest = read_manifest(out)
@@ -149,7 +154,7 @@ def test_deadly_and_poisoned_traces_cost_themselves_only(
     kept = alone.filter(lambda row: row["problem_id"] not in ("p3", "p9"))
     assert labels["problem_id"] == kept["problem_id"]
     assert labels["trace_ids"] == kept["trace_ids"]
-    again = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS)
+    again = label_with_ray(PROBLEMS, make, out)
     assert again["trace_ids"] == labels["trace_ids"]
 
 
@@ -160,10 +165,10 @@ def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
     out = tmp_path / "labels"
     broken = MakeWorker(str(tmp_path / "nothing-here"), settings)
     with pytest.raises(Exception, match="nothing-here"):
-        label_with_ray(PROBLEMS[:4], broken, settings, out, **OPTIONS | {"actors": 1})
+        label_with_ray(PROBLEMS[:4], broken, out, actors=1)
     full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
     with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
-        label_with_ray(PROBLEMS[:4], full, settings, out, **OPTIONS | {"chunk_traces": 1})
+        label_with_ray(PROBLEMS[:4], full, out, chunk_traces=1)
     assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])
 
 
@@ -197,20 +202,5 @@ def test_a_missing_package_names_the_pip_line(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ray.data", raising=False)
     with pytest.raises(MissingPackageError, match=r"ray, which is not.*ospruner\[ray\]"):
-        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, **OPTIONS)
+        label_with_ray(PROBLEMS, MakeWorker("", settings), tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"actors": 0}, "actors is 0; it must be 1 or more"),
-        ({"gpus_per_actor": -1}, "gpus_per_actor is -1"),
-        ({"chunk_traces": 0}, "chunk_traces is 0"),
-    ],
-)
-def test_bad_options_are_refused(
-    changed: dict[str, int], message: str, settings: LabelSettings, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, **OPTIONS | changed)
