@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
@@ -27,11 +25,7 @@ from ospruner.train.labels import label as label_module
 from ospruner.train.labels.features import FEATURES, validate_row
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import read_traces
-from ospruner.train.labels.label import (
-    LabelConfig,
-    label,
-    read_format,
-)
+from ospruner.train.labels.label import LabelConfig, label
 from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
@@ -59,34 +53,12 @@ def problems(tmp_path: Path) -> str:
 def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> None:
     out, numbers = tmp_path / "labels", tmp_path / "numbers.json"
     excluded = write(tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
-    arguments = [
-        "label",
-        "--base",
-        str(tiny_base_dir),
-        "--dataset",
-        problems,
-        "--out",
-        str(out),
-        "--set",
-        "columns=problem=q,answer=gold",
-        "--set",
-        f"exclude={excluded}",
-        "--samples",
-        "2",
-        "--max-thinking-tokens",
-        "40",
-        "--set",
-        "max_answer_tokens=5",
-        "--set",
-        "temperature=1",
-        "--seed",
-        "3",
-        "--json",
-        str(numbers),
-        "--set",
-        "step_stride=2",
-    ]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    arguments = (
+        f"label --base {tiny_base_dir} --dataset {problems} --out {out} --json {numbers} --seed 3 "
+        f"--samples 2 --max-thinking-tokens 40 --set columns=problem=q,answer=gold "
+        f"--set exclude={excluded} --set max_answer_tokens=5 --set temperature=1 --set step_stride="
+    )
+    result = CliRunner().invoke(app, f"{arguments}2", catch_exceptions=False)
     assert result.exit_code == 0
     assert "1 problems were dropped as overlaps" in result.output
     dataset, manifest = read_labels(out), read_manifest(out)
@@ -97,7 +69,7 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     assert manifest["source"]["excluded"]["ids"] == [[keys[2], keys[2]]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
-    result = CliRunner().invoke(app, [*arguments[:-1], "step_stride=1"])
+    result = CliRunner().invoke(app, f"{arguments}1")
     assert isinstance(result.exception, ValueError)
     assert "other settings (step_stride: 1 here, 2 there)" in str(result.exception)
 
@@ -152,6 +124,8 @@ def test_nothing_left_to_do_opens_no_engine(
         ({"engine": "tgi"}, "engine is 'tgi'; it must be auto or one of transformers, vllm, sgl"),
         ({"dataset": "absent.jsonl"}, "no rows at absent.jsonl"),
         ({"temprature": 1}, "settings are .'temprature'.; they must be among .* temperature"),
+        ({"limit": 0}, "limit is 0; it must be at least 1"),
+        ({"gpus_per_actor": -1}, "gpus_per_actor is -1; it must be at least 0"),
         ({"out": "a-file"}, "is a file; labels go into a folder"),
     ],
 )
@@ -175,20 +149,9 @@ def test_bad_input_is_refused_before_the_engine_starts(
 
 
 def test_a_data_set_has_its_task() -> None:
-    named = {"gsm8k": "math", "mmlu": "choice"}
-    for dataset, task in named.items():
+    for dataset, task in {"gsm8k": "math", "mmlu": "choice"}.items():
         assert LabelConfig(dataset=dataset).open_task().name == task
     assert LabelConfig(dataset="mmlu", task="exact").open_task().name == "exact"
-
-
-def test_formats(tiny_base_dir: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
-    assert read_format(None, tokenizer).format.name == "deepseek-r1"
-    assert read_format("qwen3", tokenizer).format == QWEN3
-    literals = QWEN3.to_dict() | {"name": "mine", "box_prefix": "So: \\boxed{"}
-    (tmp_path / "mine.json").write_text(json.dumps(literals))
-    mine = read_format(str(tmp_path / "mine.json"), tokenizer)
-    assert mine.format.box_prefix == "So: \\boxed{"
 
 
 TRACES: list[dict[str, Any]] = [
@@ -250,63 +213,6 @@ def test_rows_that_are_no_traces(row: dict[str, Any], message: str, tmp_path: Pa
         read_traces(str(tmp_path / "t.jsonl"), columns={"cot": ["reasoning"]})
 
 
-def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path) -> None:
-    """With the real tokenizer and a tiny random model in place of the base."""
-    source = shared_dir / "data/traces/traces_mit.jsonl.gz"
-    folder = shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
-    for path in (source, folder):
-        if not path.exists():
-            pytest.skip(f"no {path}")
-    with gzip.open(source, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    wanted = [row for row in rows if row["model"] == "DeepSeek-R1-Distill-Qwen-7B"]
-    chosen = sorted(wanted, key=lambda row: len(row["reasoning"]))[:2]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16384,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    out = tmp_path / "labels"
-    arguments = [
-        "labels",
-        "import",
-        write(tmp_path / "t.jsonl", chosen),
-        "--out",
-        str(out),
-        "--base",
-        str(tmp_path / "base"),
-        "--set",
-        "max_answer_tokens=2",
-        "--set",
-        "step_stride=8",
-    ]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
-    dataset = read_labels(out)
-    for row, given in zip(dataset, chosen, strict=True):
-        validate_row(row)
-        text = tokenizer.decode(row["trace_ids"], clean_up_tokenization_spaces=False)
-        assert text == given["reasoning"].lstrip("\n")
-        if given["correct"] is not None and row["natural_answer"]:
-            assert row["natural_correct"] == given["correct"]
-        fmt = TokenFormat.compile(read_format(None, tokenizer).format, tokenizer)
-        ends = fmt.step_ends(row["trace_ids"])
-        assert row["step_ends"] == sorted({*ends[7::8], ends[-1]})
-    manifest = read_manifest(out)
-    assert manifest["computed_tokens"] <= 1.02 * manifest["unique_tokens"]
-
-
 def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
     """The embedded reasoner, whose weights are stored in half precision."""
 
@@ -315,11 +221,7 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
     def run(name: str, chunk: int, rows: int, dtype: str = "auto") -> list[dict[str, Any]]:
         how = given | {"batch_size": rows, "dtype": dtype, "chunk": chunk}
         label(str(REASONER), problems, out=tmp_path / name, **how)
-        exact = set(FEATURES) - {
-            "forced_logprob",
-            "forced_entropy",
-            "forced_answer_entropy",
-        }
+        exact = set(FEATURES) - {"forced_logprob", "forced_entropy", "forced_answer_entropy"}
         return [{key: row[key] for key in exact} for row in read_labels(tmp_path / name)]
 
     def stop(phase: str, done: int, total: int, note: str = "") -> None:

@@ -34,23 +34,11 @@ from ospruner.train.labels.store import LabelStore
 from ..conftest import trained_on
 
 
-def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) -> Dataset:
+def label(base: Path, rows: list[dict[str, Any]], out: Path, more: str) -> Dataset:
     path = out.with_suffix(".jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [
-        "label",
-        "--base",
-        str(base),
-        "--dataset",
-        str(path),
-        "--out",
-        str(out),
-        "--max-thinking-tokens",
-        "40",
-        "--set",
-        "temperature=1",
-        *arguments,
-    ]
+    given = f"label --base {base} --dataset {path} --out {out} {more}"
+    given += " --max-thinking-tokens 40 --set temperature=1"
     result = CliRunner().invoke(app, given, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return read_labels(out)
@@ -64,7 +52,7 @@ QUIZ = [
 
 def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path) -> None:
     named = "choice:force=answer,labels=decoded"
-    labels = label(tiny_base_dir, QUIZ, tmp_path / "quiz", "--task", named)
+    labels = label(tiny_base_dir, QUIZ, tmp_path / "quiz", f"--task {named}")
     task = parse_task(named)
     settings = LabelSettings.from_dict(read_manifest(tmp_path / "quiz")["settings"])
     assert settings.task == {"name": "choice", "force": "answer", "labels": "decoded"}
@@ -106,7 +94,7 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
     assert np.isfinite(evaluation.rules[1].outcome.tokens).all()
 
     other = [{"id": row["id"], "problem": row["question"], "answer": "4"} for row in QUIZ]
-    label(tiny_base_dir, other, tmp_path / "exact", "--task", "exact", "--limit", "3")
+    label(tiny_base_dir, other, tmp_path / "exact", "--task exact --limit 3")
     with pytest.raises(ValueError, match=r"trained on the task choice .force=answer, labels=decod"):
         compare(tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu")
     carried = compare(
@@ -114,13 +102,13 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
     ).evaluation
     assert len(carried) == 3
     with pytest.raises(ValueError, match=r"other settings .*task: "):
-        label(tiny_base_dir, other, tmp_path / "exact", "--task", "math", "--limit", "3")
+        label(tiny_base_dir, other, tmp_path / "exact", "--task math --limit 3")
 
 
 def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) -> None:
-    graded = label(tiny_base_dir, QUIZ, tmp_path / "graded", "--task", "choice")
+    graded = label(tiny_base_dir, QUIZ, tmp_path / "graded", "--task choice")
     named = "choice:labels=probability"
-    shares = label(tiny_base_dir, QUIZ, tmp_path / "shares", "--task", named)
+    shares = label(tiny_base_dir, QUIZ, tmp_path / "shares", f"--task {named}")
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
     base = AutoModelForCausalLM.from_pretrained(tiny_base_dir, dtype=torch.float32).eval()
     settings = LabelSettings.from_dict(read_manifest(tmp_path / "shares")["settings"])
@@ -170,33 +158,14 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
 
 def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels=probability. are read behind what is forced"):
-        label(
-            tiny_base_dir,
-            QUIZ,
-            tmp_path / "free",
-            "--task",
-            "choice:labels=probability",
-            "--answer",
-            "free",
-        )
-    with pytest.raises(
-        ValueError, match=r"'A' is not one token of its own behind 'Answer:': these"
-    ):
-        label(tiny_base_dir, QUIZ, tmp_path / "words", "--task", "choice:force=answer")
+        label(tiny_base_dir, QUIZ, tmp_path / "x", "--task choice:labels=probability --answer free")
+    with pytest.raises(ValueError, match="'A' is not one token of its own behind 'Answer:': these"):
+        label(tiny_base_dir, QUIZ, tmp_path / "words", "--task choice:force=answer")
     plain = [{"id": "q", "problem": "Which is best?", "answer": "B"}]
     with pytest.raises(ValueError, match="problem 'q' lists no options: give the column `choices`"):
-        label(tiny_base_dir, plain, tmp_path / "plain", "--task", "choice")
-    free = label(
-        tiny_base_dir,
-        QUIZ,
-        tmp_path / "open",
-        "--task",
-        "choice",
-        "--limit",
-        "2",
-        "--answer",
-        "free",
-    )
+        label(tiny_base_dir, plain, tmp_path / "plain", "--task choice")
+    how = "--task choice --limit 2 --answer free"
+    free = label(tiny_base_dir, QUIZ, tmp_path / "open", how)
     assert {tuple(row["option_probabilities"]) for row in free} <= {
         (None,) * len(row["step_ends"]) for row in free
     }

@@ -1,11 +1,9 @@
-"""Labels: what is in a row, and that a run's folder survives whatever happens to it."""
+"""Labels: what is in a row, what the manifest counts, and which folders are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +11,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.durable import lock_folder
-from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1, QWEN3
 from ospruner.train.labels.features import validate_row
-from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
 
 SETTINGS = LabelSettings(
@@ -28,27 +25,11 @@ SETTINGS = LabelSettings(
 )
 
 
-class Recording(TransformersEngine):
-    """The real engine, which remembers what it was asked to sample."""
-
-    sampled: list[str]
-
-    def sample_and_fork(self, desk: TraceDesk, *args: Any, **kwargs: Any) -> None:
-        self.sampled = vars(self).get("sampled", [])
-        begin = desk.begin
-
-        def noted() -> TraceRequest | None:
-            if (request := begin()) is not None:
-                self.sampled.append(request.key)
-            return request
-
-        with mock.patch.object(desk, "begin", noted):
-            super().sample_and_fork(desk, *args, **kwargs)
-
-
 @pytest.fixture
-def engine(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Recording:
-    return Recording(tiny_base, tiny_tokenizer, batch_size=8)
+def engine(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> TransformersEngine:
+    return TransformersEngine(tiny_base, tiny_tokenizer, batch_size=8)
 
 
 @pytest.fixture(scope="session")
@@ -60,13 +41,8 @@ def make_problems(count: int) -> list[Problem]:
     return [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(count)]
 
 
-def keys_of(folder: Path) -> list[tuple[str, int]]:
-    dataset = read_labels(folder)
-    return list(zip(dataset["problem_id"], dataset["sample_index"], strict=True))
-
-
 def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
-    engine: Recording,
+    engine: TransformersEngine,
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
     fmt: TokenFormat,
@@ -116,7 +92,10 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
 
 
 def test_the_manifest_counts_what_was_made(
-    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+    engine: TransformersEngine,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "labels"
     labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
@@ -131,35 +110,11 @@ def test_the_manifest_counts_what_was_made(
     assert manifest["settings"]["reasoning_format"] == DEEPSEEK_R1.to_dict()
 
 
-def test_finished_run_is_read_back_and_more_problems_are_added(
-    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
-) -> None:
-    settings = dataclasses.replace(SETTINGS, samples_per_problem=2)
-    labeller = Labeller(tiny_tokenizer, fmt, settings)
-    first, again, more = (
-        label_problems(make_problems(count), engine, labeller, tmp_path) for count in (2, 2, 3)
-    )
-    assert again.to_list() == first.to_list()
-    assert engine.sampled == ["p0/0", "p0/1", "p1/0", "p1/1", "p2/0", "p2/1"]
-    assert more.to_list()[:4] == first.to_list()
-
-
-def test_what_a_kill_left_is_removed(
-    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
-) -> None:
-    label_problems(make_problems(2), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
-    (tmp_path / "data" / ".train-00001.parquet.partial").write_bytes(b"PAR1 torn")
-    label_problems(make_problems(3), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
-    assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
-    assert {path.name for path in (tmp_path / "data").iterdir()} == {
-        "train-00000.parquet",
-        "train-00001.parquet",
-    }
-    assert engine.sampled == ["p0/0", "p1/0", "p2/0"]
-
-
 def test_other_settings_problems_files_and_runs_are_refused(
-    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+    engine: TransformersEngine,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    tmp_path: Path,
 ) -> None:
     def run(folder: Path, problems: list[Problem], settings: LabelSettings = SETTINGS) -> None:
         label_problems(problems, engine, Labeller(tiny_tokenizer, fmt, settings), folder)

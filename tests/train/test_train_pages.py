@@ -1,16 +1,20 @@
-"""docs/training.md: every command of the page is run, on the embedded reasoner and few labels."""
+"""docs/training.md and docs/labels.md: every command and line of Python is run, on little."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from ospruner.cli import app
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import draw_split
 
 SMALL = {
     "--prices r1": "--prices 5e-4,5e-5",
@@ -19,13 +23,17 @@ SMALL = {
 }
 
 
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
+
+
 def commands(page: Path) -> list[str]:
     """The commands of a page, a line each."""
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    return [line for block in blocks for line in block.strip().splitlines()]
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line]
 
 
-def test_every_command_runs(
+def test_every_command_of_training(
     labelled: Path,
     repo_dir: Path,
     tiny_base_dir: Path,
@@ -55,3 +63,30 @@ def test_every_command_runs(
     assert len(done) == len(lines) - 1  # one of them is a script
     assert all("On the validation traces" in output for output in done)
     assert (tmp_path / "runs" / "annealed" / "price5e-5" / "model.safetensors").is_file()
+
+
+def test_commands_of_labels_on_the_reasoner_and_its_python_lines(
+    repo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = repo_dir / "docs" / "labels.md"
+    rows = [vars(problem) for problem in draw_split("test", 4, 0)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for line in commands(page):
+        arguments = shlex.split(line, comments=True)[1:]
+        if "labels/toy" not in arguments:
+            continue
+        arguments = [str(REASONER) if a == "ospruner/demo/reasoner" else a for a in arguments]
+        if arguments[0] == "label":  # the page's 60 traces would take a minute
+            arguments[arguments.index("--limit") + 1] = "4"
+            arguments[arguments.index("--max-thinking-tokens") + 1] = "300"
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        ran += 1
+    assert ran == 2
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    assert len(names["traces"]) == 4
+    assert len(names["prefixes"]) == sum(map(len, names["traces"]["step_ends"]))
