@@ -187,7 +187,7 @@ def _record(
     if (key := key_of(method)) not in found[0].rules:
         both: Sequence[Measured]
         if family is LEARN_STOP:
-            both = learn_stop(*splits, train)
+            both = learn_stop(splits[0], splits[1], train)
         else:
             both = [measure(split, family, rule) for split in splits]
         for measured, into in zip(both, found, strict=True):
@@ -268,12 +268,13 @@ def _rules_of(recorded: Recorded) -> list[Rule]:
     for method in recorded.methods:
         if isinstance(method, PolicyUse):
             continue
-        key, family = key_of(method), method
-        measured = [split.rules[key] for split in splits]
+        measured = [split.rules[key_of(method)] for split in splits]
+        family = method.family if isinstance(method, StopRule) else method
+        thresholds: Sequence[float]
         if isinstance(method, StopRule):
-            family, thresholds = method.family, (method.threshold,)
+            thresholds = [method.threshold]
         else:
-            thresholds = family_thresholds(method, measured[-1].signals)
+            thresholds = family_thresholds(family, measured[-1].signals)
         for value in thresholds:
             both = zip(measured, splits, strict=True)
             found = [one.outcome(split.table, family, value) for one, split in both]

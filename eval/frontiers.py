@@ -29,20 +29,21 @@ def hull(points: FloatArray) -> list[int]:
 
     The shortest and the longest are always on it.
     """
+    at: list[list[float]] = points.tolist()  # thousands of resamples: lists are faster here
+
+    def below(left: int, middle: int, right: int) -> bool:
+        """Whether the middle point lies on or below the line between its neighbours."""
+        (x0, y0), (x1, y1), (x2, y2) = at[left], at[middle], at[right]
+        return (x1 - x0) * (y2 - y0) >= (y1 - y0) * (x2 - x0)
+
     found: list[int] = []
     for k in np.lexsort((-points[:, 1], points[:, 0])).tolist():
-        if found and points[k, 0] == points[found[-1], 0]:
+        if found and at[k][0] == at[found[-1]][0]:
             continue  # as long as one before, and no more accurate
-        while len(found) > 1 and _below(points[found[-2]], points[found[-1]], points[k]):
+        while len(found) > 1 and below(found[-2], found[-1], k):
             found.pop()
         found.append(k)
     return found
-
-
-def _below(left: FloatArray, middle: FloatArray, right: FloatArray) -> bool:
-    """Whether the middle point lies on or below the line between its neighbours."""
-    a, b = middle - left, right - left
-    return float(a[0] * b[1] - a[1] * b[0]) >= 0
 
 
 def area(points: FloatArray) -> float:

@@ -55,7 +55,7 @@ def replay_drop(table: TraceTable, paragraphs: int) -> Outcome:
     return replay_at(table, np.maximum(table.last - paragraphs, 0))
 
 
-def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
+def budget_candidates(table: TraceTable, count: int = 64) -> list[int]:
     """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included."""
     lengths = table.lengths[table.mask]
     quantiles = np.quantile(lengths, np.linspace(0, 1, count), method="higher")

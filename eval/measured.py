@@ -250,11 +250,6 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
     return Measured(signals, tokens, flops)
 
 
-def replay_rule(split: Split, rule: StopRule) -> Outcome:
-    """What a rule does on labelled traces; see `measure`."""
-    return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
-
-
 def family_thresholds(family: Family, signals: FloatArray, count: int = COUNT) -> tuple[float, ...]:
     """Thresholds from "at once" to "never", through values that the signal takes on these traces.
 

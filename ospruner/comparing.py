@@ -260,7 +260,7 @@ def compare(
             ("deer", `rules.Deer`, any function of a step's end: `rules.Family`), "learnstop", or
             "rules" for all of these but your own.
         choose_on: labels of other problems, made with the same settings, on which every choice is
-            made: of each method's setting, of frontiers, and of the best fixed budget and step.
+            made: of each method's setting, of frontiers, and of the best fixed rules.
         prices: of a token, at which policies of every price stop; () for 31 of their range; None
             for their own or, where there are labels to choose on, for 31.
         train: labels on which to fit LearnStop; None for those to choose on.

@@ -22,14 +22,12 @@ def write_report(
     folder: str | Path,
     *,
     out: str | Path | None = None,
-    title: str = "Stopping rules compared",
 ) -> list[Path]:
     """Writes `report.md`, and beside it the paper's tables for LaTeX, and pictures.
 
     Args:
         folder: comparisons, in it and below; training runs there are drawn, too.
         out: where to write; None for the folder itself.
-        title: of the page.
 
     Returns:
         The files written, the page first.
@@ -57,7 +55,7 @@ def write_report(
     written = [target / "report.md"]
     modes = sorted({one.settings["mode"] for one in comparisons})
     parts = [
-        f"# {title}",
+        "# Stopping rules compared",
         f"{len(comparisons)} comparison{'s' * (len(comparisons) > 1)} ({', '.join(modes)}); AES "
         f"{' and '.join(everything['aes_label'].unique())}; brackets are 95 % intervals by problem "
         "(cluster bootstrap).",

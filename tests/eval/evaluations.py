@@ -11,10 +11,12 @@ from datasets import Dataset
 
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
+from ospruner.eval.measured import Split, measure
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
+from ospruner.rules import StopRule
 
 
 def tabled(mask: Any, **columns: Any) -> TraceTable:
@@ -34,6 +36,11 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
         "families": [""] * traces,
     }
     return TraceTable(**{**values, **columns})
+
+
+def replay_rule(split: Split, rule: StopRule) -> Outcome:
+    """What a rule does on labelled traces."""
+    return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
 
 
 def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:

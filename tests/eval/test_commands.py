@@ -62,9 +62,9 @@ def test_the_commands_replay_report_and_compare(
     assert found.natural_accuracy.value >= 0
     assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
     # From what every method said, without labels and weights.
-    again = str(tmp_path / "again")
-    assert "OS-Pruner" in run(str(Path(out) / "signals.parquet"), "--out", again)
-    assert Results.read(Path(again) / "results.json").to_dict() == found.to_dict()
+    anew = tmp_path / "anew"
+    assert "OS-Pruner" in run(str(Path(out) / "signals.parquet"), "--out", str(anew))
+    assert Results.read(anew / "results.json").to_dict() == found.to_dict()
     assert (frame["flops_ratio"] > 0).all()
     assert frame["flops_ratio"]["full trace"] == 1
     assert 0 < frame["flops"]["fixed budget"] < frame["flops"]["full trace"]

@@ -10,7 +10,6 @@ from ospruner.eval.measured import (
     Split,
     family_thresholds,
     measure,
-    replay_rule,
     spread_values,
 )
 from ospruner.eval.replay import Outcome, replay_at, replay_budget, replay_step
@@ -25,7 +24,7 @@ from ospruner.rules import (
     parse_rule,
 )
 
-from .evaluations import dataset_of
+from .evaluations import dataset_of, replay_rule
 
 ROWS = {
     # Each step of a trace: answer, tokens, mean log-probability, entropy.

@@ -35,6 +35,9 @@ PRICES = (1e-5, 1e-2)
 
 def every_price(of: Split, use: PolicyUse) -> Predicted:
     """A head of six numbers that sees the answer's fate, or a classifier of `test_compare`."""
+    if use.config.method == "flashthink":  # reads the thinking three times as slowly
+        read = 3 * of.table.lengths
+        return dataclasses.replace(said(of, use), read_tokens=read, flops=np.asarray(2.0 * read))
     if use.config.prices is None:
         return said(of, use)
     rng = np.random.default_rng(len(Path(use.path).name))
@@ -65,6 +68,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     uses = [
         *parse_policies(ours, ()),
         *parse_policies([saved(folder / "probe", "probe", 0.0)]),
+        *parse_policies([f"{saved(folder / 'verifier', 'flashthink', 0.0)}@.6"]),
     ]
     methods: list[Method] = [*uses, rules.Budget, rules.Deer, rules.Deer(0.9, trials=3)]
     methods[-1] = dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)
@@ -83,13 +87,15 @@ def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: 
     assert list(again.results.about["left_out"]) == ["Think Just Enough"]
     assert again.recorded is not None
     assert again.recorded.made_by["command"]
+    reads = again.frame[again.frame.method == "FlashThink"].iloc[0]
+    assert reads.probe_tokens == pytest.approx(3 * reads.tokens)
     # The public function reads it in the place of labels, and what it saves is the same file.
     ospruner.compare(str(tmp_path / SIGNALS_FILE), []).save(tmp_path / "again")
     files = [one / SIGNALS_FILE for one in (tmp_path, tmp_path / "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
     # No text, and no path of this machine.
     facts = json.loads(pq.read_schema(files[0]).metadata[b"ospruner"])
-    assert list(facts["policies"]) == ["price#1", "price#2", "probe#3"]
+    assert list(facts["policies"]) == ["price#1", "price#2", "probe#3", "verifier#4"]
     assert str(tmp_path.parent) not in json.dumps(facts["policies"]) + json.dumps(facts["methods"])
     assert files[0].stat().st_size < 200_000
 
@@ -156,7 +162,9 @@ def test_a_baseline_is_tuned_by_its_area_on_validation(
     area = load_script("benchmarks/real_model.py").validation_area
     policy, mask = Path(saved(tmp_path / "probe", "probe", 0.0)), VALIDATION.table.mask
     knowing = SimpleNamespace(split=VALIDATION, said=lambda use: said(VALIDATION, use))
-    blind = SimpleNamespace(split=VALIDATION, said=lambda use: predicted(0.5 * mask, mask))
+    blind = SimpleNamespace(
+        split=VALIDATION, said=lambda use: predicted(np.where(mask, 0.5, 0), mask)
+    )
     assert 1 > area(knowing, policy) > area(blind, policy) + 0.05 > 0.05
 
 

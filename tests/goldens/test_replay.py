@@ -17,11 +17,13 @@ from transformers import AutoTokenizer
 
 from ospruner.demo import REASONER
 from ospruner.eval.limits import hindsight_oracle
-from ospruner.eval.measured import Split, replay_rule
+from ospruner.eval.measured import Split
 from ospruner.eval.replay import Outcome, replay, replay_budget, replay_full, replay_step
 from ospruner.eval.table import TraceTable
 from ospruner.rules import parse_rule
 from ospruner.train.label_sets import load_labels
+
+from ..eval.evaluations import replay_rule
 
 HERE = Path(__file__).parent
 RECORDED: dict[str, dict[str, list[float]]] = json.loads((HERE / "goldens.json").read_text())[

@@ -49,7 +49,7 @@ def test_what_was_in_order_for_long_hides_no_drift() -> None:
 def test_wrong_shares_are_refused(wrong: dict[str, float]) -> None:
     [(name, value)] = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value}"):
-        Drift(**({"allowed": 0.1} | wrong))
+        Drift(wrong.get("allowed", 0.1), wrong.get("level", 0.05))
 
 
 def test_white_space_alone_is_no_difference() -> None:
