@@ -30,7 +30,7 @@ from rich.console import Console
 
 from ospruner.comparing import Judged, compare
 from ospruner.demo import REASONER
-from ospruner.demo.demo import STATES, DemoSize, claimed, train_config
+from ospruner.demo.demo import STATES, DemoSize, size_and_seed, train_config
 from ospruner.demo.jobs import Job, Workers
 from ospruner.eval.methods import FRONTIER, METHOD_NAMES, PolicyUse, parse_policies, parse_prices
 from ospruner.eval.replay import Outcome, replay
@@ -52,7 +52,7 @@ Spreads = dict[str, dict[str, float]]
 
 def anneal(run: Path) -> None:
     """Trains the annealed policies of all seeds, side by side, unless they are there."""
-    size, first = claimed(run)
+    size, first = size_and_seed(run)
     seeds = range(first, first + size.seeds)
     jobs: dict[str, Job[None]] = {
         f"{name}, seed {seed}": partial(anneal_one, run, size, seed, name)

@@ -1,4 +1,4 @@
-"""The embedded reasoner: problems, a fallible solver to imitate, recipe, gates, weights, demo.
+"""The embedded reasoner: problems, a fallible solver to imitate, recipe, weights, demo.
 
 `ospruner.demo.REASONER` is its folder, which stands wherever a base does; `ospruner.demo.POLICY`
 that of a small policy for it, which stands wherever a policy does.

@@ -26,8 +26,6 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 import ospruner
-from ospruner.durable import replace_file
-from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import Problem
@@ -37,10 +35,12 @@ from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
+from ospruner.hub_cards.staging import write_json
 from ospruner.progress import PhaseBars, Progress
-from ospruner.provenance import hash_files, read_provenance
+from ospruner.provenance import hash_files, read_object, read_provenance
 from ospruner.train.config import StopConfig
 from ospruner.train.labels.loading import load_labels
+from ospruner.train.run_folder import claimed, record_of
 from ospruner.train.trainer import StopTrainer
 
 from . import REASONER
@@ -60,8 +60,6 @@ MIN_PROBLEMS = 300
 """With fewer test problems chance decides on more than the policies do."""
 MOSTLY = 0.6
 """Families of which the reasoner gets at least so many right are shown side by side."""
-IDLE = 0.01
-"""A baseline that saves less is told of in one line."""
 ENDED_BY = {"policy": "the policy", "budget": "a budget", "natural": "the model"}
 SIDE_BY_SIDE = Path(__file__).with_name("side_by_side.py")
 MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python", "platform")
@@ -115,7 +113,19 @@ def run_demo(
     """
     started = time.monotonic()
     disable_progress_bar()  # transformers' own bars would break into ours
-    _claim(out, size, seed)
+    reasoner = hash_files(sorted(path for path in REASONER.iterdir() if path.is_file()))
+    with claimed(out, {"size": vars(size), "seed": seed, "reasoner": reasoner}):
+        results = _run(out, size, seed, console)
+    for path in (out / RESULTS_FILE, json_file):
+        if path is not None:
+            results.save(path)
+    minutes = (time.monotonic() - started) / 60
+    said = f"Policy: {out / 'policy'}; numbers: {out / RESULTS_FILE}; picture: {out / PICTURE_FILE}"
+    console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
+    return results
+
+
+def _run(out: Path, size: DemoSize, seed: int, console: Console) -> Results:
     for split in SPLITS:
         write_split(out, split, vars(size)[split], seed)
     configs = {
@@ -126,9 +136,7 @@ def run_demo(
     labelling: dict[str, Job[None]] = {
         split: partial(label_split, out, split, seed) for split in SPLITS
     }
-    training: dict[str, Job[None]] = {
-        name: partial(train_one, out, config) for name, config in configs.items()
-    }
+    training = {name: partial(train_one, out, config) for name, config in configs.items()}
     with Workers(max(os.cpu_count() or 1, len(SPLITS))) as workers, PhaseBars(console) as bars:
         workers.run(labelling, bars)
         workers.run(training, bars)
@@ -143,14 +151,24 @@ def run_demo(
             policy, validation, size.max_loss, CONFIDENCE, states=states, progress=bars
         )
         report = ospruner.compare(test, folders, choose_on=validation, progress=bars, **named)
-        kept = None
+        promise = None
         if found.value is not None:
             kept = ospruner.compare(test, [f"{policy}@.5"], prices=[found.value], **named)
-    _set_price(policy, float(_chosen(report.results)["parameter"]))
-    promise = None if kept is None else kept.results.rules[1:2]
-    results = _with_claims(
-        report, promise, size, policy, seed, found.told(size.max_loss, CONFIDENCE)
+            promise = kept.results.rules[1:2]
+    # The price that validation chose, over all seeds, is the policy's default.
+    values = read_object(policy / "config.json")
+    write_json(
+        policy / "config.json", values | {"price": float(_chosen(report.results)["parameter"])}
     )
+    record = dataclasses.asdict(read_provenance(policy))
+    run = {name: record[name] for name in MADE_BY} | {"seed": seed, "settings": vars(size)}
+    about = {
+        **report.results.about,
+        "run": run,
+        "promise": found.told(size.max_loss, CONFIDENCE),
+        "claims": claims(report.results, promise, size.max_loss),
+    }
+    results = dataclasses.replace(report.results, about=about)
     report.plot(out / PICTURE_FILE)
     shutil.copyfile(out / PICTURE_FILE, policy / PICTURE_FILE)
     results.save(policy / RESULTS_FILE)
@@ -158,13 +176,7 @@ def run_demo(
     policy_card(policy, name=name, license=license).save(policy / CARD_FILE)
     _print(results, promise, console)
     generate_side_by_side(policy, out, seed, results, console)
-    for path in (out / RESULTS_FILE, json_file):
-        if path is not None:
-            results.save(path)
     shutil.rmtree(out / STATES, ignore_errors=True)
-    minutes = (time.monotonic() - started) / 60
-    said = f"Policy: {policy}; numbers: {out / RESULTS_FILE}; picture: {out / PICTURE_FILE}"
-    console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
     return results
 
 
@@ -208,75 +220,37 @@ def train_one(out: Path, config: StopConfig, *, progress: Progress) -> None:
     StopTrainer(config, *labels, progress=progress).train()
 
 
-def _set_price(policy: Path, price: float) -> None:
-    """Makes the price that validation chose, over all seeds, the policy's default."""
-    file = policy / "config.json"
-    values = json.loads(file.read_text()) | {"price": price}
-    replace_file(file, (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
-
-
-def claimed(out: Path) -> tuple[DemoSize, int]:
-    """Size and seed of the demo that a folder holds."""
-    claim = json.loads((out / "demo.json").read_text())["demo"]
-    names = [one.name for one in dataclasses.fields(DemoSize)]
-    return DemoSize(**{name: claim[name] for name in names}), claim["seed"]
-
-
-def _claim(out: Path, size: DemoSize, seed: int) -> None:
-    """Makes the folder this run's, or refuses it."""
-    reasoner = hash_files(sorted(path for path in REASONER.iterdir() if path.is_file()))
-    identity = {"demo": vars(size) | {"seed": seed, "reasoner": reasoner}}
-    claim = out / "demo.json"
-    if claim.is_file():
-        there = json.loads(claim.read_text())
-        if there != identity:
-            raise ValueError(
-                f"{out} holds a demo of other settings ({there}; asked for: {identity}): "
-                "choose another --out, or delete it"
-            )
-    elif out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty and holds no demo: choose another --out, or empty it")
-    out.mkdir(parents=True, exist_ok=True)
-    replace_file(claim, json.dumps(identity, indent=2).encode())
-
-
-def _with_claims(
-    report: Report, promise: pd.DataFrame | None, size: DemoSize, policy: Path, seed: int, told: str
-) -> Results:
-    """The results with what should hold of them, and what the policy's record says of the run."""
-    record = dataclasses.asdict(read_provenance(policy))
-    run = {name: record[name] for name in MADE_BY} | {"seed": seed, "settings": vars(size)}
-    found = claims(report.results, promise, size.max_loss)
-    about = {**report.results.about, "run": run, "promise": told, "claims": found}
-    return dataclasses.replace(report.results, about=about)
+def size_and_seed(out: Path) -> tuple[DemoSize, int]:
+    """Of the demo that a folder holds."""
+    record = record_of(out)
+    return DemoSize(**record["size"]), record["seed"]
 
 
 def claims(results: Results, promise: pd.DataFrame | None, max_loss: float) -> list[dict[str, Any]]:
     """What the proof asks for: each claim, whether the point estimate meets it, the numbers."""
-    told: list[dict[str, Any]] = []
-
-    def say(claim: str, holds: bool, numbers: str) -> None:
-        told.append({"claim": claim, "holds": bool(holds), "numbers": numbers})
-
     rules = results.rules
     tokens = rules["tokens"][rules["method"] == EVERY_PRICE].tolist()
     falls = f"{tokens[0]:.0f} to {tokens[-1]:.0f} over {len(tokens)} prices"
-    say("thinking tokens fall as their price rises", tokens == sorted(tokens)[::-1], falls)
+    told: list[tuple[str, bool, str]] = [
+        ("thinking tokens fall as their price rises", tokens == sorted(tokens)[::-1], falls)
+    ]
     full = rules.iloc[0]
-    if full["problems"] < MIN_PROBLEMS:
-        return told
-    if promise is not None:
+    enough = full["problems"] >= MIN_PROBLEMS
+    if enough and promise is not None:
         kept = promise.iloc[0]
         loss, saved = full["accuracy"] - kept["accuracy"], kept["reduction"]
         points = f"the promise of at most {100 * max_loss:g} points lost is kept"
-        say(points, loss <= max_loss, f"{-100 * loss:+.2f} points")
         least = f"and saves at least {100 * MIN_SAVED:.0f} % of the thinking tokens"
-        say(least, saved >= MIN_SAVED, f"{100 * saved:.1f} %")
-    ours = _chosen(results)["aes"]
-    rivals = pd.concat([_others_chosen(results), results.limits[:1]])  # the best fixed budget
-    for rival, aes in zip(rivals["method"], rivals["aes"], strict=True):
-        say(f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}")
-    return told
+        told += [
+            (points, loss <= max_loss, f"{-100 * loss:+.2f} points"),
+            (least, saved >= MIN_SAVED, f"{100 * saved:.1f} %"),
+        ]
+    if enough:
+        ours = _chosen(results)["aes"]
+        rivals = pd.concat([_others_chosen(results), results.limits[:1]])  # the best fixed budget
+        for rival, aes in zip(rivals["method"], rivals["aes"], strict=True):
+            told.append((f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}"))
+    return [{"claim": c, "holds": bool(holds), "numbers": said} for c, holds, said in told]
 
 
 def _chosen(results: Results) -> pd.Series:
@@ -295,9 +269,7 @@ def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> 
     rules, ours = results.rules, _chosen(results)
     frontier = rules[rules["method"] == EVERY_PRICE]
     some = frontier[(np.arange(len(frontier)) % SHOWN_EVERY == 0) | frontier["chosen"]]
-    others = _others_chosen(results)
-    idle = others["reduction"] < IDLE
-    rows = [rules[:1], some, others[~idle]]
+    rows = [rules[:1], some, _others_chosen(results)]
     if promise is not None:
         rows.append(promise.assign(method=f"{EVERY_PRICE} (promise)"))
     title = f"{results.dataset}: {results.setting}"
@@ -308,9 +280,6 @@ def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> 
         f"picture and the file all. Its default is {ours['setting']}, chosen as each baseline's "
         f"threshold: {CHOSEN_BY}."
     )
-    if idle.any():
-        names = " and ".join(others["method"][idle])
-        console.print(f"At the thresholds chosen so, {names} save less than 1 %: not shown.")
     console.print(f"Calibrated on validation: {results.about['promise']}")
     table = Table(title="What should hold", show_header=False)
     for one in results.about["claims"]:

@@ -9,9 +9,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -20,15 +20,10 @@ from ospruner.progress import Progress
 
 __all__ = ["Job", "Workers"]
 
-Result = TypeVar("Result", covariant=True)
+Result = TypeVar("Result")
+Job = Callable[..., Result]
+"""A function of a module, or a `functools.partial` of one, that is called with `progress` alone."""
 _told: Any  # in a worker: the queue by which it tells what is done
-
-
-class Job(Protocol[Result]):
-    """A function of a module, or a `functools.partial` of one: it is sent to another process."""
-
-    def __call__(self, *, progress: Progress) -> Result:
-        """Does the work, and tells how far it is."""
 
 
 class Workers:

@@ -23,16 +23,6 @@ SPLIT_SHARES: dict[Split, float] = {"reasoner": 0.4, "train": 0.3, "validation":
 The reasoner is trained on `reasoner` only; policies are trained, chosen and tested on the rest.
 """
 
-FAMILY_SHARES: dict[str, float] = {
-    "single": 0.09,
-    "chain": 0.42,
-    "equation": 0.11,
-    "remainder": 0.09,
-    "pair": 0.08,
-    "compare": 0.06,
-    "product": 0.15,
-}
-
 _NAMES = ("Ivy", "Tom", "Ana", "Ben", "Mia", "Leo")
 _THINGS = ("coins", "cards", "books", "pens")
 
@@ -52,7 +42,7 @@ class ToyProblem:
 
     problem: str  # the text shown to the model, without any instruction
     answer: int
-    family: str  # one of `FAMILY_SHARES`
+    family: str  # one of `FAMILIES`
     start: int  # first number of the plan: the running total before its first step
     plan: tuple[Step, ...]  # what a flawless solver would do, in order; traces follow it
 
@@ -182,22 +172,23 @@ def _product(rng: Random, max_steps: int) -> ToyProblem:
     return ToyProblem(text, a * b, "product", a, (Step("*", b),))
 
 
-MAKERS: dict[str, Callable[[Random, int], ToyProblem]] = {
-    "single": _single,
-    "chain": _chain,
-    "equation": _equation,
-    "remainder": _remainder,
-    "pair": _pair,
-    "compare": _compare,
-    "product": _product,
+FAMILIES: dict[str, tuple[float, Callable[[Random, int], ToyProblem]]] = {
+    "single": (0.09, _single),
+    "chain": (0.42, _chain),
+    "equation": (0.11, _equation),
+    "remainder": (0.09, _remainder),
+    "pair": (0.08, _pair),
+    "compare": (0.06, _compare),
+    "product": (0.15, _product),
 }
+"""Of each family, its share of the problems and what draws one."""
 
 
 def draw_problem(rng: Random, max_steps: int = 7, with_product: bool = True) -> ToyProblem:
     """Draw one problem of any split; the recipe's curriculum starts with short chains."""
-    shares = {k: v for k, v in FAMILY_SHARES.items() if with_product or k != "product"}
-    family = rng.choices(list(shares), weights=list(shares.values()))[0]
-    return MAKERS[family](rng, max_steps)
+    drawn = [one for name, one in FAMILIES.items() if with_product or name != "product"]
+    _, make = rng.choices(drawn, weights=[share for share, _ in drawn])[0]
+    return make(rng, max_steps)
 
 
 def iterate_problems(split: Split, seed: int) -> Iterator[ToyProblem]:

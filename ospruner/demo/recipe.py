@@ -265,7 +265,7 @@ def main() -> None:
     asked = parser.parse_args()
     with PhaseBars(Console(), "reasoner") as bars:
         train_reasoner(asked.out, Recipe(asked.tokens, seed=asked.seed), bars, asked.device)
-    print(f"Measure it: python -m ospruner.demo.check {asked.out / 'reasoner'}")
+    print(f"The reasoner: {asked.out / 'reasoner'}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.durable import replace_file
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import Math, Task
+from ospruner.eval.problems.task import Math
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.progress import Progress, silent
 from ospruner.train.labels.label import LabelConfig
 from ospruner.train.labels.making import Labeller, label_problems
 
@@ -39,27 +38,17 @@ FORMAT = replace(DEEPSEEK_R1, step_tokens=LabelConfig.step_tokens)
 class Reasoner:
     """An embedded reasoner with what it takes to sample and label its traces.
 
-    Args:
-        folder: Its folder; None for the shipped one.
-
     Attributes:
+        folder: Its folder.
         model: The base, in float32.
         tokenizer: Its tokenizer.
         token_format: How it writes its thinking.
         engine: The transformers engine that runs it.
-
-    Raises:
-        FileNotFoundError: The folder holds no model.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self) -> None:
         disable_progress_bar()  # transformers' own bars would break into ours
-        self.folder = folder or REASONER
-        if not (self.folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{self.folder} holds no reasoner (no config.json): train one with "
-                "`python -m ospruner.demo.recipe DIR` and name DIR/reasoner"
-            )
+        self.folder = REASONER
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32
@@ -67,30 +56,21 @@ class Reasoner:
         self.token_format = TokenFormat.compile(FORMAT, self.tokenizer)
         self.engine = TransformersEngine(self.model, self.tokenizer, batch_size=256)
 
-    def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
-        """How its traces of a task (mathematics) are made: T = 0.6, top-p 0.95, forced answers."""
+    def label_settings(self, seed: int) -> LabelSettings:
+        """How its traces are made: T = 0.6, top-p 0.95, forced answers."""
         return LabelSettings(
             base_model=str(self.folder),
             reasoning_format=FORMAT.to_dict(),
             seed=seed,
             max_new_tokens=MAX_THINKING_TOKENS,
             max_answer_tokens=MAX_ANSWER_TOKENS,
-            task=(task or Math()).settings,
+            task=Math().settings,
         )
 
-    def label(
-        self,
-        problems: Sequence[Problem],
-        out_dir: Path,
-        seed: int,
-        progress: Progress = silent,
-        task: Task | None = None,
-    ) -> Dataset:
+    def label(self, problems: Sequence[Problem], out_dir: Path, seed: int) -> Dataset:
         """Sample and label one trace a problem in `out_dir`; a stopped run continues."""
-        labeller = Labeller(self.tokenizer, self.token_format, self.label_settings(seed, task))
-        return label_problems(
-            problems, self.engine, labeller, out_dir, chunk_traces=512, progress=progress
-        )
+        labeller = Labeller(self.tokenizer, self.token_format, self.label_settings(seed))
+        return label_problems(problems, self.engine, labeller, out_dir, chunk_traces=512)
 
 
 def draw_split(split: Split, count: int, seed: int) -> list[Problem]:

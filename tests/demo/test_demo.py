@@ -106,10 +106,10 @@ def test_splits_share_no_problem(demo_run: DemoRun) -> None:
 
 
 def test_what_is_not_this_run_is_refused(demo_run: DemoRun, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds a demo of other settings"):
+    with pytest.raises(ValueError, match="holds another run .size: "):
         run_demo(demo_run.folder, STANDARD, 0, Console(quiet=True))
     (tmp_path / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(ValueError, match="is not empty and holds no demo"):
+    with pytest.raises(ValueError, match="holds another run's files .thesis"):
         run_demo(tmp_path, QUICK, 0, Console(quiet=True))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     result = CliRunner().invoke(app, ["demo", "--quick", "--full"])

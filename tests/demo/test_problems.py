@@ -5,7 +5,7 @@ import pytest
 
 from ospruner.demo.fallible_reasoner import slip_rate, slipped, write_trace
 from ospruner.demo.problems import (
-    FAMILY_SHARES,
+    FAMILIES,
     SPLIT_SHARES,
     apply,
     draw_problem,
@@ -48,7 +48,7 @@ def test_answers_follow_from_the_plan() -> None:
         else:
             values = [apply(s.left or 0, s.symbol, s.right) for s in problem.plan]
             assert max(values) == problem.answer
-    assert families == set(FAMILY_SHARES)
+    assert families == set(FAMILIES)
 
 
 def test_a_slip_is_one_particular_wrong_value() -> None:

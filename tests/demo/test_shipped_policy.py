@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.demo import POLICY, REASONER
-from ospruner.demo.policy_recipe import FILES, make_policy
+from ospruner.demo.demo import STANDARD, run_demo
+from ospruner.demo.policy_recipe import FILES, ship
 from ospruner.demo.shipped import FORMAT, draw_split
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import user_message
@@ -72,7 +73,8 @@ def test_it_stops_visibly_in_seconds() -> None:
 @pytest.mark.slow
 def test_its_recipe_makes_it_again(tmp_path: Path) -> None:
     """Threads and processors add in other orders: it is of the same kind, not of the same bits."""
-    made = make_policy(tmp_path, 0, Console(file=io.StringIO()))
+    run_demo(tmp_path, STANDARD, 0, Console(file=io.StringIO()))
+    made = ship(tmp_path)
     assert {path.name for path in made.iterdir()} == {*FILES, "provenance.json"}
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (made / name).read_bytes() == (POLICY / name).read_bytes()
