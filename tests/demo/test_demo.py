@@ -111,7 +111,7 @@ def test_what_is_not_this_run_is_refused(demo_run: DemoRun, tmp_path: Path) -> N
     (tmp_path / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match="holds another run's files .thesis"):
         run_demo(tmp_path, QUICK, 0, Console(quiet=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["thesis.txt"]  # beside the lock
     result = CliRunner().invoke(app, ["demo", "--quick", "--full"])
     assert result.exit_code == 2
     assert "exclude each other" in result.output
