@@ -223,10 +223,12 @@ def real_labels(file: Content) -> str:
                 f"{stats['steps'] / stats['traces']:.1f}",
                 f"{first['0.5']:.0f} % ({first['0.1']:.0f} to {first['0.9']:.0f})",
                 f"{100 * stats['right_then_wrong']:.1f}",
+                f"{100 * stats['capped_traces'] / stats['traces']:.1f}",
             ]
         )
     heads = ["", "problems", "right at the end, %", "thinking tokens (80 % of the traces)"]
     heads += ["steps", "first right after (80 %)", "right at a step, wrong at the end, %"]
+    heads += ["cut at the cap, %"]
     return markdown_table(heads, rows)
 
 
