@@ -387,19 +387,14 @@ class StopRow:
             self.at_boundary, self.record.reason = False, "request"
             self._close(natural=False)
 
-    def wants_stop(self, said: Said, step: int) -> bool:
-        """Whether the policy or rule stops at a step's end, were none of the thinking required.
-
-        Args:
-            said: of this step end.
-            step: its number, from 0.
-        """
+    def wants_stop(self, said: Said) -> bool:
+        """Whether the policy or rule stops at this step end, however short the thinking."""
         settings, signal = self._plan.settings, math.nan if said.signal is None else said.signal
         if said.stops is not None:
             return said.stops
         if settings.threshold is not None:
             return signal >= settings.threshold
-        return uniform(settings.seed or 0, self._sample_index, step) < signal
+        return uniform(settings.seed or 0, self._sample_index, len(self.record.step_ends)) < signal
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended with the last token.
@@ -408,7 +403,7 @@ class StopRow:
             said: of this step end. What the policy was not asked for (`asks`), and NaN, go on.
         """
         settings, record = self._plan.settings, self.record
-        step, signal = len(record.step_ends), math.nan if said.signal is None else said.signal
+        signal, stops = math.nan if said.signal is None else said.signal, self.wants_stop(said)
         self.at_boundary = False
         record.step_ends.append(self._length)
         (record.probabilities if settings.rule is None else record.signals).append(signal)
@@ -417,7 +412,7 @@ class StopRow:
         record.nan_steps += said.signal is not None and math.isnan(signal)
         record.probe_tokens += said.tokens
         least = max(settings.min_thinking_tokens, self._plan.least_tokens)
-        if self._length >= least and self.wants_stop(said, step):
+        if stops and self._length >= least:
             record.reason = "policy" if settings.rule is None else settings.rule.reason
         elif self._length >= (settings.max_thinking_tokens or math.inf):
             record.reason = "budget"

@@ -113,10 +113,9 @@ class ServedRow:
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended; notes where a control request would have stopped."""
-        if self.unpruned is not None and self.unpruned.stop is None:
-            step = len(self.record.step_ends)
-            if self.row.wants_stop(said, step):
-                self.unpruned.stop = len(self.unpruned.text_ids)
+        text = self.unpruned
+        if text is not None and text.stop is None and self.row.wants_stop(said):
+            text.stop = len(text.text_ids)
         self.row.decide(said)
 
     def hear(self) -> None:

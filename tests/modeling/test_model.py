@@ -23,7 +23,7 @@ from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import stop_logits, stop_probabilities, trunk
 from ospruner.train.untrained import untrained
 
-MOST_LINES = 3_338
+MOST_LINES = 3_343
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
 

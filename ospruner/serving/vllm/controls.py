@@ -42,13 +42,10 @@ class ControlWatch:
 
     Args:
         engine: vLLM's client.
-        policy: folder or Hub id of what is served.
     """
 
-    def __init__(self, engine: Any, policy: str) -> None:
-        # Not before the engine is there: the import changes how vLLM splits replies.
-        parsers = importlib.import_module(f"{__package__}.parser")
-        self._engine, self._fmt = engine, parsers.format_of(policy)
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._drifts: dict[tuple[str, ...], Drift] = {}
         self._running: set[asyncio.Task[None]] = set()
 
@@ -98,9 +95,12 @@ class ControlWatch:
 
     def _answer(self, ids: Sequence[int]) -> str:
         """What stands in the box; all of it where it does not close."""
-        box, read = self._fmt.box_state(), []
+        # Not before there is a reply: the import changes how vLLM splits them.
+        parsers = importlib.import_module(f"{__package__}.parser")
+        fmt = parsers.format_of(self._engine.model_config.tokenizer)
+        box, read = fmt.box_state(), list[int]()
         for token in ids:
             read.append(token)
             if box.push(token):
                 break
-        return self._fmt.text(read)
+        return str(fmt.text(read))

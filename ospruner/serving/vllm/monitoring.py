@@ -338,7 +338,7 @@ class StopRoutes:
         elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
-        state.ospruner_controls = ControlWatch(engine_client, engine_client.model_config.tokenizer)
+        state.ospruner_controls = ControlWatch(engine_client)
 
         def read(body: Any, path: str) -> tuple[Any, str | None, str | None]:
             if not isinstance(body, dict):

@@ -263,6 +263,7 @@ class SmallApp(Target):
         key, name, *answer = args
         self.asked.append(name)
         known = vars(StopRecord(reason="request" if answer else "policy")) | {"price": 0.5}
+        known["fork"] = None  # no request of the control group
         return [[known] * (self.texts if key == REPLY else name.startswith("known"))]
 
 
