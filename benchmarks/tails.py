@@ -29,8 +29,8 @@ from ospruner.eval.replay import replay
 from ospruner.eval.table import FloatArray
 from ospruner.eval.text import markdown_table
 from ospruner.progress import PhaseBars, Progress
-from ospruner.train.config import RATE, WIDTH, StopConfig
-from ospruner.train.run_folder import has_ended
+from ospruner.train.config import StopConfig
+from ospruner.train.run_folder import has_ended, record_of
 from ospruner.train.trainer import StopTrainer
 
 COPIES = "copies"
@@ -67,22 +67,23 @@ class Study:
 
         Args:
             form: of `forms`.
-            rate: multiple of the default learning rate.
+            rate: multiple of the layers' default learning rate.
             seed: of the training.
         """
         out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
         if not has_ended(out):
+            own: dict[str, Any] = dict(self.forms[form])
+            if rate != 1:  # of the layers alone: the head keeps the rate of the rule
+                first = record_of(self.trained(form, 1, self.seeds[0]))["settings"]
+                own["learning_rate"] = rate * first["learning_rate"]
+                own["head_learning_rate"] = first["head_learning_rate"]
             config = StopConfig(
                 str(out),
                 base=str(self.args.base),
-                learning_rate=rate
-                * RATE
-                * WIDTH
-                / self.judged("validation").model.config.hidden_size,
                 seed=seed,
                 states=str(self.states),
                 disable_tqdm=True,
-                **self.forms[form],  # type: ignore[arg-type]
+                **own,
             )
             splits = (str(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
