@@ -8,7 +8,9 @@ traces, batches     labelled traces, and which are computed together
 states, packing     what a tail reads of them: computed packed, and kept
 policies            a fresh policy for labels, and what is saved of a trained one
 predicting          what a policy says on labelled traces
-label_sets, bases   the labels of a run and what is refused of them, and the model that made them
+label_sets          the labels of a run, and what is refused of them
+labelled_base       the model that made them
+untrained           fresh copies of its last layers, and adapters beside them
 flashthink          the verifier baseline
 run_folder          whose a run's folder is, and where a stopped run goes on
 optimiser           AdamW, and the mean of its last weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ __all__ = ["Predicted", "head_outputs", "predict_outputs"]
 def predict_outputs(
     model: Any,
     dataset: Dataset | LabelledTraces,
-    limit_bytes: int = 2**31,
     progress: Progress = silent,
 ) -> Predicted:
     """What a policy says at the step ends of labelled traces.
@@ -33,8 +33,7 @@ def predict_outputs(
     Args:
         model: base and policy: `OSPrunerForCausalLM`, or a `Verifier`.
         dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
-            trunk's states for the next policy on the same base.
-        limit_bytes: largest size of the states kept in memory.
+            trunk's states, of 2 GiB at most, for the next policy on the same base.
         progress: called with phase "trunk" while they are computed.
 
     Raises:
@@ -43,12 +42,8 @@ def predict_outputs(
     traces = LabelledTraces.from_dataset(dataset)
     traces.refuse_beyond_positions(model.base)
     if isinstance(dataset, LabelledTraces):
-        traces.cache_states(model, limit_bytes, progress)
-
-    def said(states: States, positions: Tensor) -> Tensor:
-        return step_outputs(model.policy, states, positions)
-
-    outputs = head_outputs(said, model, traces)
+        traces.cache_states(model, 2**31, progress)
+    outputs = head_outputs(partial(step_outputs, model.policy), model, traces)
     return Predicted(outputs, traces.table.mask, model.config.prices, model.config.price)
 
 

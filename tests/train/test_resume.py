@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,6 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from ospruner.eval.schema import LabelSettings
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
@@ -34,29 +29,6 @@ STAGES = SETTINGS | {
     "eval_strategy": "steps",
     "eval_steps": 4,
 }
-WORKER = """
-import json, os, signal, sys
-import torch
-from datasets import load_from_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from ospruner.eval.schema import LabelSettings
-from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import Labels
-from ospruner.train.trainer import StopTrainer
-torch.set_num_threads(1)
-data, out, fields, kill_at = sys.argv[1:]
-settings = LabelSettings.from_dict(json.load(open(data + "/settings.json")))
-def progress(phase, done, total, note=""):
-    if phase == "train" and done == int(kill_at):
-        os.kill(os.getpid(), signal.SIGKILL)
-sets = (Labels(load_from_disk(data + "/" + name), settings, "") for name in ("train", "validation"))
-base = settings.base_model
-StopTrainer(
-    StopConfig(out, **json.loads(fields)), *sets, progress=progress,
-    model=AutoModelForCausalLM.from_pretrained(base),
-    processing_class=AutoTokenizer.from_pretrained(base),
-).train()
-"""
 
 
 class BrokenOffError(Exception):
@@ -100,41 +72,37 @@ def logged(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_killed_run_ends_with_the_same_bits(
-    fit: Fit, make_labels: MakeLabels, tiny_base_dir: Path, tmp_path: Path
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
 ) -> None:
     """Also where its last checkpoint is not whole: it goes on from the one before."""
     labels, held_out = make_labels(40), make_labels(10, seed=1, prefix="v")
-    labels.save_to_disk(tmp_path / "train")
-    held_out.save_to_disk(tmp_path / "validation")
-    settings = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
-    (tmp_path / "settings.json").write_text(json.dumps(settings.to_dict()))
-    kill_at = 14  # of 2 stages x 2 epochs x 5 steps: in the second, two steps after a checkpoint
-    command = [
-        sys.executable,
-        "-c",
-        WORKER,
-        str(tmp_path),
-        str(tmp_path / "killed"),
-        json.dumps(STAGES),
-        str(kill_at),
-    ]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "killed" / "price2e-2").is_dir()
-    assert not (tmp_path / "killed" / "price1e-2").exists()
-    (tmp_path / "killed" / "checkpoint-13").mkdir()
-    (tmp_path / "killed" / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
+    out, seen = tmp_path / "killed", list[int]()
+
+    def killed(phase: str, done: int, total: int, note: str = "") -> None:
+        # Of 2 stages x 2 epochs x 5 steps: in the second, two steps after a checkpoint.
+        if phase == "train" and done == 14:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in the order of the worker
+    torch.set_num_threads(1)  # those of others do not live on in a child
     try:
-        seen: list[int] = []
-        again = fit(STAGES, labels, tmp_path / "killed", held_out, progress=ending_at(-1, seen))
+        if not (child := os.fork()):
+            try:
+                fit(STAGES, labels, out, held_out, progress=killed)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert (out / "price2e-2").is_dir()
+        assert not (out / "price1e-2").exists()
+        (out / "checkpoint-13").mkdir()
+        (out / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
+        again = fit(STAGES, labels, out, held_out, progress=ending_at(-1, seen))
         whole = fit(STAGES, labels, tmp_path / "whole", held_out)
     finally:
         torch.set_num_threads(threads)
     assert seen == list(range(13, 21))  # goes on after step 12
     assert all(same(one, other) for one, other in zip(again, whole, strict=True))
-    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+    assert logged(out) == logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("settings", [PRICED, SHORT], ids=["price", "fixed"])

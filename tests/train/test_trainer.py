@@ -378,12 +378,6 @@ def test_capped_traces_are_dropped_and_counted(
         fit(SHORT, capped, tmp_path / "other")
 
 
-def test_a_head_alone_learns(fit: Fit, tmp_path: Path) -> None:
-    fit(SETTINGS | {"prices": [1e-2], "layers": 0, "num_train_epochs": 3})
-    losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
-    assert losses[-1] < losses[0]
-
-
 def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     fit: Fit, tiny_base: Qwen2ForCausalLM
 ) -> None:
