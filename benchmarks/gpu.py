@@ -43,7 +43,7 @@ from modeling_ospruner.formats_ospruner import VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_logits
 from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import Labels
+from ospruner.train.labels.loading import Labels
 from ospruner.train.trainer import StopTrainer
 from ospruner.train.untrained import untrained
 

@@ -48,7 +48,7 @@ from ospruner.demo import POLICY
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.core import RowCore, ServedRow
 from ospruner.serving.requests import StopRequest
-from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported

@@ -40,8 +40,8 @@ from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
-from ospruner.train.label_sets import Labels, labels_of
 from ospruner.train.labelled_base import load_labelled_base
+from ospruner.train.labels.loading import Labels, load_labels
 from ospruner.train.predicting import predict_outputs
 from ospruner.train.traces import LabelledTraces
 
@@ -87,7 +87,7 @@ class Judged:
         progress: Progress = silent,
         model: PreTrainedModel | None = None,
     ) -> None:
-        self.labels: Labels = labels_of(labels)
+        self.labels: Labels = load_labels(labels)
         self.settings: LabelSettings = self.labels.settings
         self.traces = self.labels.traces
         named = isinstance(labels, str | Path)

@@ -210,7 +210,7 @@ class _Run:
             if wrong:
                 found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
                 raise ValueError(f"`ospruner doctor {config.base}` finds what is to mend: {found}")
-        self.loaded = load_run_problems(self.config, config.open_task())
+        self.loaded = load_run_problems(self.config)
         Random(config.seed).shuffle(self.loaded.problems)
         self.sizes = round_sizes(min(len(self.loaded.problems), limit or len(self.loaded.problems)))
         self.looks = looks_of(self.sizes, max_loss)

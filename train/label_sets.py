@@ -1,49 +1,27 @@
-"""The labels of a run: of one folder or a mix of several, which are held out, which are refused."""
+"""The labels of a run: which are held out, and which are refused."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from ospruner.eval.problems.problem import shared_problems, text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import BoolArray, IntArray, TraceTable
 
-from .labels.loading import Labels, load_labels, load_mix
+from .labels.loading import Labels
 from .objective import classifier_targets
 
-__all__ = [
-    "LabelSource",
-    "Labels",
-    "held_out_split",
-    "labels_of",
-    "load_labels",
-    "load_mix",
-    "refuse_ungraded",
-    "split_labels",
-    "usable_rows",
-]
+__all__ = ["held_out_split", "refuse_ungraded", "split_labels", "usable_rows"]
 
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose the price on."""
 MIN_TRACES = 8
 _BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
-
-LabelSource: TypeAlias = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
-
-
-def labels_of(source: LabelSource) -> Labels:
-    """Labels that are named in any way: a folder or Hub id, several of them, or as they are."""
-    if isinstance(source, Labels):
-        return source
-    single = isinstance(source, str | Path | Dataset | DatasetDict)
-    return load_mix([source] if single else source)  # type: ignore[arg-type]
 
 
 def held_out_split(problems: Sequence[str], held_out: int | None, seed: int) -> BoolArray:

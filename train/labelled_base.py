@@ -16,8 +16,8 @@ from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import Problem
 
-from .label_sets import Labels
 from .labels.labelling import Labeller
+from .labels.loading import Labels
 
 __all__ = ["labelled_tokenizer", "load_labelled_base"]
 

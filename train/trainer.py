@@ -40,8 +40,9 @@ from ospruner.progress import Progress, silent
 from .batches import EpochBatches, micro_batches, share_of
 from .config import Stage, StopConfig
 from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import LabelSource, labels_of, refuse_ungraded, split_labels, usable_rows
+from .label_sets import refuse_ungraded, split_labels, usable_rows
 from .labelled_base import labelled_tokenizer, load_labelled_base
+from .labels.loading import LabelSource, load_labels
 from .objective import batch_loss, loss_weight
 from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
@@ -115,8 +116,8 @@ class StopTrainer(Trainer):
                 raise ValueError(f"labels hold the splits {list(labels)}; there must be a train")
             eval_labels = labels.get("validation") if eval_labels is None else eval_labels
             labels = labels["train"]
-        ours = labels_of(labels)
-        others = None if eval_labels is None else labels_of(eval_labels)
+        ours = load_labels(labels)
+        others = None if eval_labels is None else load_labels(eval_labels)
         sets = split_labels(ours, others, config.held_out, config.seed, config.limit)
         for one in sets:
             refuse_ungraded(one, config.max_ungraded)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ospruner.eval.results import Results
-from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.loading import load_labels
 
 from .conftest import RunScript
 

@@ -18,7 +18,7 @@ from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.metrics import AesVariant
 from ospruner.eval.results import Results
 from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.loading import load_labels
 from ospruner.train.policies import new_policy
 
 

@@ -21,7 +21,7 @@ from ospruner.eval.measured import Split
 from ospruner.eval.replay import Outcome, replay, replay_budget, replay_full, replay_step
 from ospruner.eval.table import TraceTable
 from ospruner.rules import parse_rule
-from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.loading import load_labels
 
 from ..eval.evaluations import replay_rule
 

@@ -20,9 +20,9 @@ from ospruner.durable import write_checked
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import Labels
 from ospruner.train.labels.features import FEATURES
 from ospruner.train.labels.folder import read_manifest
+from ospruner.train.labels.loading import Labels
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 

@@ -16,7 +16,7 @@ from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import AesVariant
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
-from ospruner.train.label_sets import load_labels
+from ospruner.train.labels.loading import load_labels
 
 from .conftest import MakeLabels, files_for_a_group, log_of, trained_on
 

@@ -35,8 +35,8 @@ from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
 from ospruner.rules import Budget
 from ospruner.serving.requests import StopRequest
-from ospruner.train.label_sets import load_labels
 from ospruner.train.labelled_base import load_labelled_base
+from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.predicting import predict_outputs
 from ospruner.train.untrained import untrained
@@ -44,6 +44,8 @@ from ospruner.train.untrained import untrained
 from .conftest import RANGE, MakeLabels, trained_on
 
 HOW: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+TWOS: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS, 2.0)
+EFFORT: dict[str, Any] = dict.fromkeys(EFFORT_FIELDS, 2.0)
 
 
 def test_the_price_of_indifference_is_what_thresholds_compare(
@@ -311,35 +313,22 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("field", "wrong", "said"),
     [
-        ("none", "calibrations is 'none'; it must be list"),
-        ([{"max_loss": 0.1}], "each must have the fields max_loss, confidence, mode, threshold"),
-        ([dict.fromkeys(CALIBRATION_FIELDS, 2.0)], "mode is 2.0; it must be 'sample' or 'threshol"),
-        (
-            [dict.fromkeys(CALIBRATION_FIELDS, 2.0) | {"mode": "sample"}],
-            "max_loss is 2.0; it must lie in",
-        ),
+        ("calibrations", "none", "calibrations is 'none'; it must be list"),
+        ("calibrations", [{"max_loss": 0.1}], "must have the fields max_loss, confidence, mode, t"),
+        ("calibrations", [TWOS], "mode is 2.0; it must be 'sample' or 'threshol"),
+        ("calibrations", [TWOS | {"mode": "sample"}], "max_loss is 2.0; it must lie in"),
+        ("efforts", [], "efforts is \\[\\]; it must be dict"),
+        ("efforts", {"tiny": {}}, "efforts: a name is 'tiny'; it must be 'minimal' or 'low'"),
+        ("efforts", {"low": {"price": 0.1}}, "efforts holds .* must have the fields mode, thresh"),
+        ("efforts", {"low": EFFORT}, "efforts: mode is 2.0"),
+        ("efforts", {"low": EFFORT | {"mode": "sample"}}, "threshold is 2.0"),
     ],
 )
-def test_an_edited_promise_is_refused(wrong: Any, said: str) -> None:
+def test_an_edited_promise_or_effort_is_refused(field: str, wrong: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
-        OSPrunerConfig(calibrations=wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ([], "efforts is \\[\\]; it must be dict"),
-        ({"tiny": {}}, "efforts: a name is 'tiny'; it must be 'minimal' or 'low'"),
-        ({"low": {"price": 0.1}}, "efforts holds .* must have the fields mode, threshold, price"),
-        ({"low": dict.fromkeys(EFFORT_FIELDS, 2.0)}, "efforts: mode is 2.0"),
-        ({"low": dict.fromkeys(EFFORT_FIELDS, 2.0) | {"mode": "sample"}}, "threshold is 2.0"),
-    ],
-)
-def test_an_edited_effort_is_refused(wrong: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
-        OSPrunerConfig(efforts=wrong)
+        OSPrunerConfig(**{field: wrong})
 
 
 def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:
@@ -398,24 +387,3 @@ def test_answers_after_a_sentence_are_replayed_and_not_promised(
     assert tokens[0] == tokens[1]
     with pytest.raises(ValueError, match="stops with wind_down '', the answers of .* 'So I have"):
         calibrate(policy, folders[0], 0.3)
-
-
-@pytest.mark.slow
-def test_for_nothing_the_reasoner_thinks_on_unless_stopping_costs_nothing(tmp_path: Path) -> None:
-    for split, count in (("train", 600), ("validation", 200)):
-        Reasoner().label(draw_split(split, count, 11), tmp_path / split, 11)  # type: ignore[arg-type]
-    fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 8}
-    trained_on(
-        tmp_path / "train",
-        tmp_path / "run",
-        tmp_path / "validation",
-        batch_size=32,
-        learning_rate=5e-4,
-        head_learning_rate=3e-3,
-        **fields,
-    )
-    labels = tmp_path / "validation"
-    replayed = compare(labels, [str(tmp_path / "run")], prices=[0.0, 1e-3]).evaluation
-    full, nothing, priced = (rule.outcome for rule in replayed.rules[:3])
-    assert nothing.accuracy > full.accuracy - 0.01
-    assert nothing.mean_tokens > 1.3 * priced.mean_tokens

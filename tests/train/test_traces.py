@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.scoring import stop_probabilities, trunk
+from ospruner.scoring import trunk
 from ospruner.train import states as states_of
 from ospruner.train.batches import EpochBatches, length_batches
 from ospruner.train.packing import pack, takes_packing
-from ospruner.train.predicting import predict_outputs
 from ospruner.train.states import run_trunk
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
@@ -33,6 +32,7 @@ from ospruner.train.untrained import untrained
 from .conftest import MakeLabels
 
 Kept = Callable[..., LabelledTraces]
+OTHER = {"layers": "queries", "queries": "layers"}
 ROWS = np.arange(12)
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -151,28 +151,6 @@ def test_states_are_those_of_each_trace_alone(
         torch.testing.assert_close(together[b, : len(alone)], alone, atol=close, rtol=0)
 
 
-def test_predictions_equal_those_of_one_trace_at_a_time(
-    make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    dataset = make_labels(12)
-    model = untrained(tiny_base, tiny_tokenizer, tuning="layers")
-    torch.nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(1))
-    traces = LabelledTraces.from_dataset(dataset)
-    plain = predict_outputs(model, dataset).probabilities()
-    assert traces.cache_states(model, 10) == 0  # does not fit: nothing is kept
-    size = traces.cache_states(model, 2**30)
-    assert size == int(traces.token_lengths.sum()) * 32 * 4
-    kept = predict_outputs(model, traces).probabilities()
-    np.testing.assert_allclose(kept, plain, atol=1e-6)
-    for n, row in enumerate(dataset):
-        alone = stop_probabilities(
-            model, [*row["prompt_ids"], *row["trace_ids"]], prompt_length=len(row["prompt_ids"])
-        ).numpy()
-        np.testing.assert_allclose(kept[n, : len(alone)], alone, atol=1e-5)
-        assert (kept[n, len(alone) :] == 0).all()
-    assert kept.std() > 0.05  # the head says something
-
-
 # Kept states: one file a trace, which is there or not.
 
 
@@ -273,6 +251,7 @@ def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
 
 
 def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
+    model: OSPrunerForCausalLM,
     kept: Kept,
     make_labels: MakeLabels,
     asked: list[int],
@@ -283,36 +262,22 @@ def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
 ) -> None:
     labels = make_labels(12)
     first = kept(labels)
-    deeper = untrained(tiny_base, tiny_tokenizer, 3, tuning="layers")
-    assert not first.holds_states_of(deeper)
-    first.cache_states(deeper, 0)
-    assert first.holds_states_of(deeper)
-    assert sum(asked) == 24
+    for n, tuning in ((3, model.config.tuning), (2, OTHER[model.config.tuning])):
+        other = untrained(tiny_base, tiny_tokenizer, n, tuning=tuning)
+        assert not first.holds_states_of(other)
+        first.cache_states(other, 0)
+        assert first.holds_states_of(other)
+    assert sum(asked) == 36
     # Fewer steps of the same tokens: states at step ends are others.
     names = ("step_ends", "forced_correct", "matches_final", "forced_answer_tokens")
     kept(labels.map(lambda row: {name: row[name][1:] for name in names}))
-    assert sum(asked) == 36
+    assert sum(asked) == 48
     monkeypatch.setattr(states_of, "fingerprint_of", lambda *_: None)  # no files are known
     with torch.no_grad():
         tiny_base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
     kept(labels)
-    assert sum(asked) == 48
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_states_of_layers_are_not_given_to_queries(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
-) -> None:
-    """Both read the same base with the same n."""
-    traces = LabelledTraces.from_dataset(make_labels(3))
-    layers, queries = (
-        untrained(tiny_base, tiny_tokenizer, tuning=t) for t in ("layers", "queries")
-    )
-    assert traces.cache_states(layers, 2**30) > 0
-    assert traces.holds_states_of(layers)
-    assert not traces.holds_states_of(queries)
-    assert len(traces.states(queries, np.arange(3)).keys) == 2
-    assert len(traces.states(layers, np.arange(3)).keys) == 0
+    assert sum(asked) == 60
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_full_disk_is_named(

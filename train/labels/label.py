@@ -227,7 +227,7 @@ def run_label(
 ) -> DatasetDict:
     """What `label` does, with all settings in one object; of these problems where they are read."""
     task = config.open_task()
-    loaded = loaded or load_run_problems(config, task)
+    loaded = loaded or load_run_problems(config)
     return _run(config, task, loaded.problems, loaded.source, progress)
 
 
@@ -320,17 +320,13 @@ def _run(
     return load_splits(config.out)
 
 
-def load_run_problems(config: LabelConfig, task: Task | None = None) -> Loaded:
+def load_run_problems(config: LabelConfig) -> Loaded:
     """The problems of a run, without those of `exclude`; how many were dropped is in `source`.
-
-    Args:
-        config: names them.
-        task: reads their rows (`Task.read_row`); None takes these as they are.
 
     Raises:
         FileNotFoundError, ValueError: see `load_source`; or nothing is left.
     """
-    read = (lambda row: row) if task is None else task.read_row
+    read = config.open_task().read_row
     loaded = load_source(
         config.dataset,
         files=config.files,

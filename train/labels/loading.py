@@ -25,9 +25,6 @@ from .folder import MANIFEST, data_hash, read_labels, read_manifests, refuse_oth
 
 __all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits", "split_by_text"]
 
-LabelSource: TypeAlias = str | Path | Dataset | DatasetDict
-"""A folder of `ospruner label`, a data set's id on the Hub, or what `load_splits` gave of one."""
-
 _ENDINGS = re.compile(r"\.(?:jsonl(?:\.gz)?|parquet)$")
 
 
@@ -49,6 +46,11 @@ class Labels:
     data_hash: str
     source: str = ""
     parts: Mapping[str, Labels] = field(default_factory=dict)
+
+
+LabelSource: TypeAlias = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
+"""A folder of `ospruner label`, a data set's id on the Hub, what `load_splits` gave of one, loaded
+labels, or several folders or ids (`load_mix`)."""
 
 
 def load_splits(source: str | Path) -> DatasetDict:
@@ -104,10 +106,14 @@ def load_labels(source: LabelSource) -> Labels:
             record of other data; or rows in memory that do not say how they were made.
         OSError: the Hub has no such data set.
     """
+    if isinstance(source, Labels):
+        return source
     if isinstance(source, Dataset):
         return _remembered(source)
     if isinstance(source, DatasetDict):
         parts = [_remembered(part) for part in source.values()]
+    elif not isinstance(source, str | Path):
+        return load_mix(source)
     else:
         found = read_manifests(_folder_of(source))
         parts = [_read(folder, source, manifest) for folder, manifest in found.values()]

@@ -27,6 +27,7 @@ from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.statistics import stats_of, told
 
 SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
+Run = Callable[..., list[dict[str, Any]]]
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
 
 
@@ -88,9 +89,7 @@ class _Script:
 
 
 @pytest.fixture
-def run(
-    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> Callable[..., list[dict[str, Any]]]:
+def run(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Run:
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
 
     def label_all(engine: Scripted, folder: str, chunk: int, **more: Any) -> list[dict[str, Any]]:
@@ -104,9 +103,7 @@ def run(
 
 
 def test_rows_and_their_order_are_those_of_one_trace_after_the_other(
-    run: Callable[..., list[dict[str, Any]]],
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     one_by_one = run(Scripted(tiny_tokenizer, 1), "one", 1)
     assert [row["problem_id"] for row in one_by_one] == [problem.id for problem in PROBLEMS]
@@ -122,7 +119,7 @@ def test_rows_and_their_order_are_those_of_one_trace_after_the_other(
 
 
 def test_forks_begin_while_others_are_sampled_and_where_their_trace_was(
-    run: Callable[..., list[dict[str, Any]]], tiny_tokenizer: PreTrainedTokenizerFast
+    run: Run, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine = Scripted(tiny_tokenizer, 4, servers=2)
     run(engine, "labels", 12)
@@ -136,10 +133,7 @@ def test_forks_begin_while_others_are_sampled_and_where_their_trace_was(
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_at_no_moment_are_more_traces_begun_than_a_kill_may_lose(
-    chunk: int,
-    run: Callable[..., list[dict[str, Any]]],
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    chunk: int, run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     begun: set[int] = set()
     held: list[int] = []
@@ -153,9 +147,7 @@ def test_at_no_moment_are_more_traces_begun_than_a_kill_may_lose(
 
 
 def test_a_trace_that_is_refused_does_not_stop_the_others(
-    run: Callable[..., list[dict[str, Any]]],
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     refused = {("trace", 3), ("fork", 5), ("natural", 7)}
 
@@ -182,9 +174,7 @@ def test_a_trace_that_is_refused_does_not_stop_the_others(
 
 
 def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
-    run: Callable[..., list[dict[str, Any]]],
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     asked: list[int] = []
 
@@ -204,7 +194,7 @@ def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
 
 
 def test_a_broken_grader_is_found_before_anything_is_sampled(
-    run: Callable[..., list[dict[str, Any]]],
+    run: Run,
     tiny_tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
