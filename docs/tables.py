@@ -249,6 +249,22 @@ def drift(file: Content) -> str:
     return markdown_table(["share of requests", *heads], rows)
 
 
+def tails(file: Content) -> str:
+    """What small policies store and earn, beside whole copies."""
+    rows = [
+        [
+            form,
+            f"{one['stored_bytes'] / 1e6:.2f}",
+            f"{one['rate']:g}",
+            f"{one['reward']:.1f}",
+            f"{one['ahead']:+.1f} [{one['ahead_low']:+.1f}, {one['ahead_high']:+.1f}]",
+        ]
+        for form, one in file["forms"].items()
+    ]
+    heads = ["", "MB", "rate, x default", "reward, points", "less the copies'"]
+    return markdown_table(heads, rows)
+
+
 def claims(file: Content) -> str:
     """For how many seeds each of the demo's claims held."""
     found = file["seeds"]
@@ -261,6 +277,7 @@ def claims(file: Content) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
     "drift": drift,
+    "tails": tails,
     "at-prices": at_prices,
     "areas": areas,
     "gaps": gaps,
