@@ -73,13 +73,13 @@ CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]
 DRIFTS, CONTROLS = (0.0, 0.02, 0.05, 0.10), (0.02, 0.05, 0.2, 1.0)
 
 
-def alarms(differs: BoolArray, allowed: float, level: float = LEVEL) -> IntArray:
+def alarms(differs: BoolArray, allowed: float, level: float = LEVEL / 2) -> IntArray:
     """(C,) how many answers a server's `Drift` has seen when it alarms; n + 1 where it does not.
 
     Args:
         differs: (C, n) whether the two answers of each control request of C streams differ.
         allowed: the share of the null, in (0, 1).
-        level: the chance of a false alarm, ever.
+        level: the chance of a false alarm, ever; a server's other half is the calibration's.
     """
     streams, n = differs.shape
     drift, found = Drift(allowed, level, streams), np.full(streams, n + 1)
@@ -166,7 +166,8 @@ def main() -> None:
         table = measure_drifts(args.drift, args.resamples, args.seed)
         print(f"{args.resamples} streams: alarms, and requests from the drift on (median)")
         print(table.to_string())
-        timing.print_last_line(table.to_dict("index"), args.json)
+        told = {"streams": args.resamples, "seed": args.seed, "allowed": args.drift}
+        timing.print_last_line(table.to_dict("index") | told, args.json)
         return
     limits, asked = args.max_loss, (args.resamples, args.seed, args.lost_at_zero)
     found = measure(args.policy, args.labels, args.problems, limits, *asked)

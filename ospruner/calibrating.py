@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from huggingface_hub import ModelCard
+from scipy.optimize import brentq
+from scipy.special import rel_entr
 
 from modeling_ospruner.configuration_ospruner import (
     EFFORTS,
@@ -147,7 +150,9 @@ def calibrate(
             "confidence": confidence,
             **settings(found.value),
             "data_hash": ours.labels.data_hash,
-            "disagreement": _disagreement(ours, stop_weights(table, *chosen)),
+            "disagreement": _disagreement(
+                ours, table, stop_weights(table, *chosen), (1 - confidence) / 2 / len(outcomes)
+            ),
             "traffic": _traffic(table, said, *chosen),
         }
     full, dial = replay_full(table), dict[str, dict[str, Any]]()
@@ -291,17 +296,32 @@ def _traffic(
     }
 
 
-def _disagreement(ours: Judged, weights: npt.NDArray[np.float64]) -> float:
-    """The share of traces whose answer at the stop differs from that at the end, as a server sees.
+def _disagreement(
+    ours: Judged, table: TraceTable, weights: npt.NDArray[np.float64], level: float
+) -> float:
+    """How often answers at the stop differ from those at the end, at the most, as a server sees it.
+
+    The mean m over n problems is exceeded so far with probability `level` at most: the bound u has
+    n KL(m, u) = ln(1 / level) (Hoeffding 1963, theorem 1), whatever the values in [0, 1].
 
     Args:
         ours: N traces of up to T steps.
+        table: of the same.
         weights: (N, T) how probably each trace stops at each step.
+        level: the chance that it is more; of one of the settings that were tried.
     """
     differ = np.zeros_like(weights)
     for row, answers in zip(differ, ours.traces["forced_answers"], strict=True):
         row[: len(answers)] = [answers_differ(one, answers[-1]) for one in answers]
-    return round(float((weights * differ).sum(axis=1).mean()), 6)
+    traces, counts = (weights * differ).sum(axis=1), np.bincount(table.problem_index)
+    mean = float((np.bincount(table.problem_index, weights=traces) / counts).mean())
+    most = 1 - 1e-9
+
+    def excess(bound: float) -> float:
+        apart = rel_entr(mean, bound) + rel_entr(1 - mean, 1 - bound)
+        return len(counts) * float(apart) + math.log(level)
+
+    return round(brentq(excess, mean, most), 6) if mean < most and excess(most) > 0 else 1.0
 
 
 def _store(

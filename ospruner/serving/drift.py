@@ -21,7 +21,8 @@ class Drift:
     """An e-process against "at most `allowed` of the answers differ".
 
     A capital that starts at answer s is multiplied by 1 + b (x - allowed) with each answer from s
-    on, x being 1 where the two differ, b = excess / (allowed (1 - allowed)). `evidence` is the mean
+    on, x being 1 where the two differ, b = excess / (allowed (1 - allowed)), at most 1 / allowed,
+    so that no capital falls below 0. `evidence` is the mean
     over `_EXCESSES` and over the starts, of which s has the weight 1 / (s (s + 1)): under the null
     a supermartingale from 1. Whatever the number of answers, and whenever one looks, it reaches
     1 / level with probability `level` at most (Ville 1939). Starts at any time are why what was in
@@ -36,7 +37,7 @@ class Drift:
         seen: answers compared.
         differed: (C,) how many of them differed.
         evidence: (C,) see above.
-        alarmed: (C,) whether the evidence has ever reached 1 / level.
+        highest: (C,) the highest evidence so far.
 
     Raises:
         ValueError: `allowed` or `level` is no number between 0 and 1.
@@ -47,11 +48,15 @@ class Drift:
             if not 0 < value < 1:
                 raise ValueError(f"{name} is {value}; it must lie between 0 and 1")
         self.allowed, self.level, self.seen = allowed, level, 0
-        self._bets = _EXCESSES / (allowed * (1 - allowed))
+        self._bets = np.minimum(_EXCESSES / (1 - allowed), 1) / allowed
         self._capital = np.zeros((streams, len(self._bets)))
         self.differed = np.zeros(streams, int)
-        self.evidence = np.ones(streams)
-        self.alarmed = np.zeros(streams, bool)
+        self.evidence = self.highest = np.ones(streams)
+
+    @property
+    def alarmed(self) -> npt.NDArray[np.bool_]:
+        """(C,) whether the evidence has ever reached 1 / level."""
+        return self.highest >= 1 / self.level
 
     def see(self, differs: npt.ArrayLike) -> None:
         """Takes in whether the next answers, (C,) or one, differ."""
@@ -61,7 +66,7 @@ class Drift:
         self._capital = (self._capital + 1 / (self.seen * (self.seen + 1))) * factors
         self.differed = self.differed + now
         self.evidence = self._capital.mean(axis=1) + 1 / (self.seen + 1)
-        self.alarmed = self.alarmed | (self.evidence >= 1 / self.level)
+        self.highest = np.maximum(self.highest, self.evidence)
 
 
 @dataclass

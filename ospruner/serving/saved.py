@@ -43,7 +43,7 @@ def _drifts(metrics: str) -> list[str]:
         found[promise][labels.get("differs", kind)] += float(value)
     lines = []
     for (max_loss, confidence, allowed), of in sorted(found.items()):
-        seen, evidence, needed = of["yes"] + of["no"], of["drift_evidence"], 1 / (1 - confidence)
+        seen, evidence, needed = of["yes"] + of["no"], of["drift_evidence"], 2 / (1 - confidence)
         drifted = "DRIFTED: calibrate on today's problems"
         lines.append(
             f"promise of {100 * max_loss:g} points: of {seen:,.0f} control answers "

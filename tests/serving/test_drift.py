@@ -36,6 +36,24 @@ def test_false_alarms_are_rare_and_drifts_are_seen() -> None:
         assert least <= drift.alarmed.mean() <= most
 
 
+@pytest.mark.parametrize("allowed", [0.5, 0.85, 0.95])
+def test_where_much_may_differ_alarms_are_rare_too(allowed: float) -> None:
+    """No bet is so large that a capital falls below 0."""
+    draw, drift = np.random.default_rng(2), Drift(allowed, 0.05, streams=400)
+    for _ in range(500):
+        drift.see(draw.random(400) < allowed)
+        assert (drift.evidence >= 0).all()
+    assert drift.alarmed.mean() <= 0.05
+
+
+def test_an_alarm_is_remembered() -> None:
+    drift = Drift(0.1)
+    for differs in [True] * 20 + [False] * 300:
+        drift.see(differs)
+    assert drift.evidence[0] < 1 < 1 / drift.level < drift.highest[0]
+    assert drift.alarmed[0]
+
+
 def test_what_was_in_order_for_long_hides_no_drift() -> None:
     drift = Drift(0.1)
     for _ in range(2000):

@@ -83,7 +83,7 @@ def test_what_is_missing_is_said(told: tuple[str, list[str]]) -> None:
 def test_each_promise_says_whether_its_traffic_has_drifted(told: tuple[str, list[str]]) -> None:
     url, said = told
     lines = [metrics({("policy", "policy"): [5, 6]})]
-    for max_loss, evidence in ((0.02, 0.5), (0.05, 25.0)):
+    for max_loss, evidence in ((0.02, 0.5), (0.05, 45.0)):
         labels = f'max_loss="{max_loss}",confidence="0.95",allowed="0.1000"'
         lines += [
             f'ospruner_control_answers_total{{{labels},differs="{name}"}} {count}.0'
@@ -93,5 +93,5 @@ def test_each_promise_says_whether_its_traffic_has_drifted(told: tuple[str, list
     said.append("\n".join(lines) + "\n")
     _, fine, drifted = saved_by(url).replace("\nno control", " no control").split("\n")
     assert fine.startswith("promise of 2 points: of 200 control answers 15.0% differ")
-    assert fine.endswith("evidence 0.5 of 20: no sign of drift")
-    assert drifted.endswith("evidence 25 of 20: DRIFTED: calibrate on today's problems")
+    assert fine.endswith("evidence 0.5 of 40: no sign of drift")
+    assert drifted.endswith("evidence 45 of 40: DRIFTED: calibrate on today's problems")

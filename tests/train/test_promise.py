@@ -247,9 +247,9 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(
     assert sum(tokens["shares"]) == pytest.approx(1, abs=1e-4)
     assert max(tokens["shares"]) < 0.2
     assert tokens["edges"][0] < drawn.outcome.mean_tokens < tokens["edges"][-1]
-    # Answers of other grades differ, and those at the traces' ends do not.
+    # Answers of other grades differ; what is stored is a bound on how many answers do.
     graded = float((drawn.outcome.helped + drawn.outcome.harmed).mean())
-    assert 0 < graded <= stored["disagreement"] + 1e-6 <= float(drawn.outcome.stopped.mean())
+    assert 0 < graded < stored["disagreement"] < 1
     config = OSPrunerConfig.from_pretrained(policy)
     kept = StopPolicyConfig(max_loss=0.4).with_defaults(config)
     assert (kept.mode, kept.threshold, kept.price) == ("sample", None, price)

@@ -30,7 +30,7 @@ _COMPARED = Counter(
 )
 _EVIDENCE = Gauge(
     "ospruner_drift_evidence",
-    "That more answers differ than a promise allows; an alarm from 1 / (1 - confidence) on",
+    "The highest so far that more answers differ than allowed; alarms at 2 / (1 - confidence)",
     _LABELS,
     multiprocess_mode="livemax",
 )
@@ -55,7 +55,12 @@ class ControlWatch:
             if fork is not None:
                 task = asyncio.create_task(self._compare(fork))
                 self._running.add(task)  # a loop holds its tasks weakly
-                task.add_done_callback(self._running.discard)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a control request's answers could not be compared: %s", error)
 
     async def _compare(self, fork: Mapping[str, Any]) -> None:
         whole = pruned = self._answer(fork["answer_ids"])
@@ -68,11 +73,12 @@ class ControlWatch:
         )
         drift = self._drifts.get(labels)
         if drift is None:
-            drift = self._drifts[labels] = Drift(allowed, 1 - promise["confidence"])
+            # The other half of the chance is that the calibration saw too few differ.
+            drift = self._drifts[labels] = Drift(allowed, (1 - promise["confidence"]) / 2)
         known = bool(drift.alarmed[0])
         drift.see(differs := answers_differ(whole, pruned))
         _COMPARED.labels(*labels, "yes" if differs else "no").inc()
-        _EVIDENCE.labels(*labels).set(float(drift.evidence[0]))
+        _EVIDENCE.labels(*labels).set(float(drift.highest[0]))
         if drift.alarmed[0] and not known:
             logger.warning(
                 "the promise of max_loss %s may no longer hold: of %d control requests %d have "
