@@ -8,11 +8,11 @@ calibrated, and another round is begun as long as it is worth its hours (`worth_
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -35,6 +35,7 @@ from ospruner.formats import named
 from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.train.config import StopConfig
+from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.label import LabelConfig, load_run_problems, run_label
 from ospruner.train.labels.loading import Labels, load_labels, split_by_text
 from ospruner.train.run_folder import RUN, claimed, record_of
@@ -150,6 +151,7 @@ def make(
     max_loss: float = 0.02,
     hours: float | None = None,
     problems: int | None = None,
+    labels: str | Path | None = None,
     progress: Progress = silent,
     tell: Callable[[str], None] = lambda line: None,
     **settings: Any,
@@ -169,6 +171,8 @@ def make(
         max_loss: the accuracy that may be lost, as a share; see `calibrate`.
         hours: no round is begun that would take longer in all, by what the last one took.
         problems: label so many at the most; None for all.
+        labels: a folder of labels that you have, of the same base and settings: its problems come
+            first, and what they took does not count. It stays as it is.
         progress: is told of phases.
         tell: is told a line after each round.
         settings: other fields of `LabelConfig`.
@@ -181,10 +185,15 @@ def make(
         if number is not None and number <= 0:
             raise ValueError(f"{name} is {number}; it must be above 0")
     config = LabelConfig(base=base, dataset=dataset, **settings)
+    known = frozenset(() if labels is None else read_labels(labels)["problem_id"])
     identity = {"base": base, "dataset": dataset, "max_loss": max_loss, "problems": problems}
+    identity |= {"labels": sorted(known), "settings": settings}
     folder = Path(out)
-    with claimed(folder, {**identity, "settings": settings}):
-        run = _Run(folder, config, max_loss, problems, progress)
+    with claimed(folder, identity):
+        if labels is not None and not (folder / "labels").exists():
+            shutil.copytree(labels, folder / ".labels", dirs_exist_ok=True)
+            (folder / ".labels").rename(folder / "labels")
+        run = _Run(folder, config, max_loss, problems, known, progress)
         for one in run.rounds:
             tell(one.told(max_loss))
         while (size := run.next_size(hours)) is not None:
@@ -196,14 +205,21 @@ class _Run:
     """A run of `make` in its folder, where `run.json` holds its rounds and its seconds."""
 
     def __init__(
-        self, out: Path, config: LabelConfig, max_loss: float, limit: int | None, progress: Progress
+        self,
+        out: Path,
+        config: LabelConfig,
+        max_loss: float,
+        limit: int | None,
+        known: Collection[str],
+        progress: Progress,
     ) -> None:
         record = record_of(out)
         self.rounds = [Round(**one) for one in record.get("rounds", [])]
         self._seconds = float(record.get("seconds", 0.0))
         self._since = self._noted = time.monotonic()
         self.out, self.max_loss, self._told = out, max_loss, progress
-        self.config = dataclasses.replace(config, out=str(out / "labels"))
+        self.known = len(known)
+        self.config = replace(config, out=str(out / "labels"))
         if not self.rounds:
             fmt = None if config.format is None else named(config.format)
             wrong = examine(config.base, config.revision, fmt).wrong
@@ -212,6 +228,7 @@ class _Run:
                 raise ValueError(f"`ospruner doctor {config.base}` finds what is to mend: {found}")
         self.loaded = load_run_problems(self.config)
         Random(config.seed).shuffle(self.loaded.problems)
+        self.loaded.problems.sort(key=lambda one: one.id not in known)
         self.sizes = round_sizes(min(len(self.loaded.problems), limit or len(self.loaded.problems)))
         self.looks = looks_of(self.sizes, max_loss)
         self.why = ""
@@ -233,14 +250,15 @@ class _Run:
 
     def round(self, size: int) -> Round:
         """Labels up to so many problems, trains, calibrates, and looks ahead."""
-        chosen = dataclasses.replace(self.loaded, problems=self.loaded.problems[:size])
+        asked = self.loaded.problems[: max(size, self.known)]  # a run keeps all that it has
+        chosen = replace(self.loaded, problems=asked)
         job: Job[Any] = partial(run_label, self.config, loaded=chosen)
         if self.config.engine_name() == "vllm":  # a GPU is free again when its process has ended
             with Workers(1) as workers:
                 workers.run({"label": job}, self._progress)
         else:
             job(progress=self._progress)
-        training, validation = self._sides()
+        training, validation = self._sides(size)
         policy = self._policy(size)
         config = StopConfig(
             str(policy),
@@ -294,7 +312,7 @@ class _Run:
         ignored = shutil.ignore_patterns("checkpoint-*", ".*")
         shutil.rmtree(policy, ignore_errors=True)
         shutil.copytree(self._policy(best.problems), policy, ignore=ignored)
-        _, validation = self._sides()
+        _, validation = self._sides(best.problems)
         compared = compare(validation, [str(policy)], prices=(), **self._more)
         shutil.rmtree(report, ignore_errors=True)
         compared.save(report)
@@ -315,9 +333,15 @@ class _Run:
     def _policy(self, size: int) -> Path:
         return self.out / "rounds" / str(size)
 
-    def _sides(self) -> tuple[Labels, Labels]:
-        """The labels to train on, and those for the promise."""
-        sides = split_by_text(load_labels(self.config.out), _SHARES)
+    def _sides(self, size: int) -> tuple[Labels, Labels]:
+        """The labels to train on, and those for the promise, of a round of so many problems."""
+        labels, chosen = load_labels(self.config.out), self.loaded.problems[:size]
+        ids, known = {one.id for one in chosen}, labels.traces["problem_id"]
+        rows = [row for row, name in enumerate(known) if name in ids]
+        if len(rows) < len(known):
+            of_round = hashlib.sha256(f"{labels.data_hash}/{size}".encode()).hexdigest()
+            labels = replace(labels, traces=labels.traces.select(rows), data_hash=of_round)
+        sides = split_by_text(labels, _SHARES)
         return sides["train"], sides["validation"]
 
     def _hours(self) -> float:

@@ -142,6 +142,7 @@ def make(
     max_loss: Annotated[float, opt("Accuracy that may be lost.")] = 0.02,
     hours: Annotated[float | None, opt("Begin no round that would exceed them.")] = None,
     problems: Annotated[int | None, opt("Label so many at the most.")] = None,
+    labels: Annotated[Path | None, opt("Labels that you have: they come first.")] = None,
 ) -> None:
     """Make a policy with as few labels as it takes: examine, label in rounds, train, promise.
 
@@ -156,7 +157,8 @@ def make(
             console.print(line, highlight=False)
 
         limits: dict[str, Any] = {"max_loss": max_loss, "hours": hours, "problems": problems}
-        made = make(base, dataset, out=out, progress=bars, tell=tell, **limits, **given)
+        given |= {"labels": labels, "progress": bars, "tell": tell}
+        made = make(base, dataset, out=out, **limits, **given)
     console.print(f"No further round: {made.why}. {made.promise}", highlight=False)
     promised = f" --max-loss {max_loss:g}" if made.promised else ""
     for line in (

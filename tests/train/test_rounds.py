@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,14 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path)
     # All problems are drawn in an order of its own, so that a sorted file is no other promise.
     assert load_labels(out / "labels").traces["problem_id"] != [row["id"] for row in rows]
 
+    # Labels that one has come first, and each round has its own problems alone.
+    limits = {"max_loss": 0.3, "problems": 60, "labels": out / "labels"}
+    less: dict[str, Any] = {**settings, "max_thinking_tokens": 300, **limits}
+    again = make(str(REASONER), str(problems), out=tmp_path / "again", **less)
+    assert [one.problems for one in again.rounds] == [50, 60]
+    assert [one.trained_on for one in again.rounds] < [one["trained_on"] for one in rounds]
+    copied = load_labels(tmp_path / "again" / "labels").traces
+    assert copied["trace_ids"] == load_labels(out / "labels").traces["trace_ids"], "labelled anew"
     with pytest.raises(ValueError, match="max_loss: 0.2 here, 0.3 there"):
         make(str(REASONER), str(problems), out=out, max_loss=0.2)
     with pytest.raises(ValueError, match="hours is 0; it must be above 0"):
