@@ -250,8 +250,8 @@ class _Run:
 
     def round(self, size: int) -> Round:
         """Labels up to so many problems, trains, calibrates, and looks ahead."""
-        asked = self.loaded.problems[: max(size, self.known)]  # a run keeps all that it has
-        chosen = replace(self.loaded, problems=asked)
+        kept = max(size, self.known)  # a run of labels keeps all that it has
+        chosen = replace(self.loaded, problems=self.loaded.problems[:kept])
         job: Job[Any] = partial(run_label, self.config, loaded=chosen)
         if self.config.engine_name() == "vllm":  # a GPU is free again when its process has ended
             with Workers(1) as workers:
