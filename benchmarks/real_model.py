@@ -65,6 +65,8 @@ PROBLEMS = {
     "math500": ("math500", None, "math500"),
 }
 """Of each set of labels: dataset, split, local file."""
+NO_STEP = 10**6
+"""A stride at which a trace is labelled at its end alone."""
 FRACTIONS = tuple(k / 20 for k in range(1, 21))
 TENTHS = (0.1, 0.5, 0.9)
 
@@ -103,6 +105,11 @@ class Commands:
         """How many problems are asked for of each set of labels that is asked for."""
         return {name: n for name, n in zip(PROBLEMS, self.args.problems, strict=True) if n}
 
+    @property
+    def tests(self) -> list[str]:
+        """The sets to measure on."""
+        return [name for name in self.sets if name not in ("train", "validation")]
+
     def run(
         self, name: str, *words: object, depends_on: Sequence[Path] = (), **fields: Any
     ) -> None:
@@ -140,17 +147,21 @@ class Commands:
 
 
 def label(commands: Commands) -> None:
-    """Labels the sets of problems."""
+    """Labels the sets of problems; those to measure on by other prompts, too, at their end."""
     args = commands.args
-    for name, count in commands.sets.items():
+    asked = [(name, args.prompt, 1) for name in commands.sets]
+    asked += [(name, prompt, NO_STEP) for name in commands.tests for prompt in args.beside]
+    for name, prompt, stride in asked:
         dataset, split, file = PROBLEMS[name]
+        folder = name if stride == 1 else f"{name}-{prompt}"
         commands.run(
-            f"label {name}",
+            f"label {folder}",
             *("ospruner", "label", "--base", args.base, "--dataset", dataset),
-            *("--out", commands.labels / name),
+            *("--out", commands.labels / folder),
             engine=args.engine,
             format=args.format,
-            prompt=args.prompt,
+            prompt=prompt,
+            step_stride=stride if stride > 1 else None,
             temperature=0.7,
             top_p=1,
             chunk=160,
@@ -158,7 +169,7 @@ def label(commands: Commands) -> None:
             seed=args.seed,
             batch_size=96,
             dtype=args.dtype,
-            limit=count,
+            limit=commands.sets[name],
             split=split,
             files=args.files and args.files / f"{file}.jsonl.gz",
             exclude=args.exclude,
@@ -246,7 +257,8 @@ def compare_one(
 ) -> None:
     """Compares policies and rules on a set of test problems, chosen on validation."""
     labels, kept = commands.labels, commands.out / out
-    manifests = [labels / name / "manifest.json" for name in ("validation", test)]
+    beside = [f"{test}-{prompt}" for prompt in commands.args.beside]
+    manifests = [labels / name / "manifest.json" for name in ("validation", test, *beside)]
     commands.run(
         out,
         *("ospruner", "compare", labels / test, *policies, *rules),
@@ -255,6 +267,7 @@ def compare_one(
         *("--json", kept / "numbers.json"),
         depends_on=[*(policy / "run.json" for policy in policies), *manifests],
         rewards_at=GAPS,
+        beside=f"[{', '.join(str(labels / name) for name in beside)}]" if beside else None,
         train=labels / "train",
         benchmark=test,
     )
@@ -263,7 +276,7 @@ def compare_one(
 def compare(commands: Commands, policies: Sequence[Path]) -> None:
     """Whole methods, and rules at fixed thresholds, on the test problems."""
     free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
-    for test in [name for name in commands.sets if name not in ("train", "validation")]:
+    for test in commands.tests:
         compare_one(commands, f"frontier/{test}", test, policies, ["rules"])
         compare_one(commands, f"replay/{test}", test, policies, free)
 
@@ -376,6 +389,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of the base: bfloat16 where it is fast")
     parser.add_argument("--format", default="plain", help="the base's reasoning format")
     parser.add_argument("--prompt", default="check", help="how problems are put")
+    parser.add_argument("--beside", nargs="*", default=[], help="other prompts: rows of the tables")
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
     commands = Commands(timing.parse(parser))
     label(commands)

@@ -22,7 +22,7 @@ import pandas as pd
 
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.limits import FIXED
-from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES, ORACLE
+from ospruner.eval.methods import EVERY_PRICE, FRONTIER, FULL, METHOD_NAMES, ORACLE
 from ospruner.eval.report.tables import MAIN, Column, Table
 from ospruner.eval.results import Estimate, Results, prices_of
 from ospruner.eval.text import markdown_table, price_name
@@ -177,8 +177,9 @@ def readme(file: Content) -> str:
     best = [chosen[one].nlargest(1, "validation_aes") for one in (classifiers, free)]
     ours = chosen[chosen["method"].isin(OURS)]
     loops = chosen[chosen["method"] == "loops"]
-    parts = [rules[:1], ours, *best, loops, limits]
-    table = _first_table(parts, {2: "best classifier: ", 3: "best rule: "})
+    prompts = rules[rules["method"].str.startswith(f"{FULL}, ")]
+    parts = [rules[:1], prompts, ours, *best, loops, limits]
+    table = _first_table(parts, {3: "best classifier: ", 4: "best rule: "})
     return f"{table}\n{rival(results)}"
 
 

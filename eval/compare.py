@@ -10,9 +10,11 @@ resample.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,7 @@ def compare(
     *,
     choose_on: Split | None = None,
     train: Split | None = None,
+    beside: Mapping[str, Split] = MappingProxyType({}),
     variant: AesVariant = AES_ABSOLUTE,
     prices: Sequence[float] | None = None,
     settings: dict[str, Any] | None = None,
@@ -117,6 +120,7 @@ def compare(
         methods: training seeds of one method and parameter are pooled.
         choose_on: traces of other problems; see `ospruner.compare` for this and what follows.
         train: on which to fit LearnStop.
+        beside: other labels of the test problems by the name of their row: their full traces.
         variant: which AES chooses and is shown.
         prices: of a token, for rewards and gaps.
         settings: of the evaluation; see `Evaluation`.
@@ -124,13 +128,14 @@ def compare(
         about: what else the results say about themselves, JSON values.
 
     Raises:
-        ValueError: problems that are in both splits, a family without traces to
+        ValueError: problems that are in both splits, others beside them, a family without traces to
             choose on, or labels that lack what a rule reads.
     """
     splits = [test] if choose_on is None else [test, choose_on]
     if choose_on is not None:
         refuse_shared(test.dataset, choose_on.dataset)
     found = [Signals(one.table, list(map(text_key, one.dataset["problem"]))) for one in splits]
+    found[0].beside.update({name: _in_full(name, one, test) for name, one in beside.items()})
     kept: list[Method] = []
     left_out: dict[str, str] = {}
     for method in methods:
@@ -167,6 +172,24 @@ def refuse_shared(test: Dataset, choose_on: Dataset) -> None:
             f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
             "choose on: what is chosen on a problem must not be measured on it"
         )
+
+
+def _in_full(name: str, other: Split, test: Split) -> Outcome:
+    """The full traces of other labels of the same problems, in the order of the test's."""
+    places: dict[str, list[int]] = {}
+    for place, problem in enumerate(other.dataset["problem"]):
+        places.setdefault(text_key(problem), []).append(place)
+    asked = list(map(text_key, test.dataset["problem"]))
+    if Counter(asked) != {key: len(found) for key, found in places.items()}:
+        raise ValueError(
+            f"{name}: these labels are not of as many traces of the same problems as those to "
+            f"measure on ({len(other.dataset)} traces of {len(places)} problems, "
+            f"{len(asked)} of {len(set(asked))}): label the same problems"
+        )
+    order, right = [places[key].pop(0) for key in asked], test.table.full_correct
+    found = Outcome(*replay_full(other.table).columns()[order].T)
+    helped, harmed = found.correct * (1 - right), (1 - found.correct) * right
+    return dataclasses.replace(found, helped=helped, harmed=harmed)
 
 
 def _record(
@@ -212,6 +235,7 @@ def report_of(recorded: Recorded) -> Report:
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
+    beside = [Rule(name, outcome) for name, outcome in test.beside.items()]
     limits = [
         Rule(ORACLE, hindsight_oracle(table)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
@@ -242,7 +266,7 @@ def report_of(recorded: Recorded) -> Report:
         on_frontier = {(m, everything[m][k].parameter) for m, ks in places.items() for k in ks}
     evaluation = Evaluation(
         settings=recorded.settings,
-        rules=[Rule(FULL, replay_full(table)), *rules],
+        rules=[Rule(FULL, replay_full(table)), *beside, *rules],
         limits=limits,
         problem_index=table.problem_index,
         natural_correct=table.natural_correct,

@@ -30,6 +30,7 @@ from ospruner.rules.signals import StepEnd
 from .measured import Measured, Predicted
 from .methods import PolicyUse
 from .metrics import AesVariant
+from .replay import Outcome
 from .table import TraceTable
 
 SIGNALS_FILE = "signals.parquet"
@@ -52,12 +53,14 @@ class Signals:
         problems: (N,) `text_key` of each trace's problem.
         policies: what each policy's head says, by its path.
         rules: what each rule measures, by `key_of`.
+        beside: what the full traces of other labels of these problems come to, by their name.
     """
 
     table: TraceTable
     problems: Sequence[str]
     policies: dict[str, Predicted] = field(default_factory=dict)
     rules: dict[str, Measured] = field(default_factory=dict)
+    beside: dict[str, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,12 +110,13 @@ class Recorded:
                 for path, use in uses.items()
             },
             "variant": dataclasses.asdict(self.variant),
+            "beside": list(self.test.beside),
             **{name: vars(self)[name] for name in _KEPT},
             "made_by": dict(made_by),
         }
         splits = {"test": self.test, "validation": self.validation}
         tables = [_columns(name, one, names) for name, one in splits.items() if one is not None]
-        whole = pa.concat_tables(tables)
+        whole = pa.concat_tables(tables, promote_options="default")
         whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
         pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
         replace_file(path, file.getvalue())
@@ -145,6 +149,10 @@ class Recorded:
             splits[name] = _signals(rows, configs) if len(rows) else None
         if (test := splits["test"]) is None:
             raise ValueError(f"{path} holds no test traces")
+        rows = whole.filter(pa.compute.equal(whole["split"], "test"))
+        for name in facts["beside"]:
+            of = (f"{name}: {one.name}" for one in dataclasses.fields(Outcome))
+            test.beside[name] = Outcome(*(rows[column].to_numpy() for column in of))
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
             test=test,
@@ -218,6 +226,8 @@ def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
         columns |= {f"{names[path]}: {k}": ragged(v) for k, v in own.items() if v is not None}
     for key, measured in split.rules.items():
         columns |= {f"{key}: {k}": ragged(v) for k, v in vars(measured).items()}
+    for key, outcome in split.beside.items():
+        columns |= {f"{key}: {k}": v for k, v in vars(outcome).items()}
     return pa.table(columns)
 
 

@@ -30,7 +30,7 @@ from ospruner.eval.frontiers import worth_asking
 from ospruner.eval.intervals import REPLICATES
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Predicted, Split, thinking_entropies
-from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
+from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
 from ospruner.eval.problems.registry import open_task
@@ -110,6 +110,11 @@ class Judged:
         if self._loaded is None:
             self._loaded, _ = load_labelled_base(self._base, self.labels, device=self.device)
         return self._loaded
+
+    @property
+    def asked(self) -> str:
+        """The prompt of the labels, as the row of their full traces is called."""
+        return f"{FULL}, prompt {self.settings.task.get('prompt', 'default')}"
 
     @property
     def token_format(self) -> TokenFormat:
@@ -226,6 +231,7 @@ def compare(
     choose_on: Any = None,
     prices: Sequence[float] | None = None,
     train: Any = None,
+    beside: Sequence[Any] = (),
     base: str | None = None,
     across_tasks: bool = False,
     variant: AesVariant = AES_ABSOLUTE,
@@ -264,6 +270,8 @@ def compare(
         prices: of a token, at which policies of every price stop; () for 31 of their range; None
             for their own or, where there are labels to choose on, for 31.
         train: labels on which to fit LearnStop; None for those to choose on.
+        beside: labels of the same problems by the same base, asked by another prompt: their full
+            traces are rows, since a prompt is what one tries first.
         base: the base, where it lies elsewhere than when it was labelled.
         across_tasks: take policies that were trained on another task, to see how far they carry.
         variant: which AES.
@@ -325,6 +333,7 @@ def compare(
         _refuse_other_settings(ours.settings, theirs.settings)
     if train is not None:
         fitted = Judged(train, base, **more).split
+    others = {one.asked: one.split for one in (Judged(each, base, **more) for each in beside)}
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
     own, about = [use for use in uses.values() if use.config.method != "flashthink"], {}
     if own and ours.model.dtype != torch.float32:
@@ -334,6 +343,7 @@ def compare(
         wanted,
         choose_on=None if theirs is None else theirs.split,
         train=fitted,
+        beside=others,
         variant=variant,
         prices=rewards_at,
         settings=named | answer,

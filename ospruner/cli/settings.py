@@ -40,6 +40,7 @@ class Comparing:
     rewards_at: str = _opt("Prices of a token for rewards and gaps: 5e-4,1e-4.", "")
     charge: str = _opt("What AES and rewards count: thinking, generated, compute.", "thinking")
     train: str | None = _opt("Labels on which to fit LearnStop.")
+    beside: tuple[str, ...] = _opt("Labels of the same problems by other prompts: more rows.", ())
     replicates: int = _opt("Resamples of the frontiers' intervals.", 2000)
 
 

@@ -39,7 +39,7 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
     learnt = tmp_path / "learnt.jsonl"
     learnt.write_text(json.dumps({"problem": "What is 0 + 8?", "answer": "8"}) + "\n")
     arguments += ["--max-tokens", "250", "--problems", "32", "8", "12", "2"]
-    arguments += ["--exclude", str(learnt)]
+    arguments += ["--exclude", str(learnt), "--beside", "concise"]
     found, printed = run_script("real_model.py", *arguments)
     assert {name: stats["traces"] for name, stats in found["problems"].items()} == {
         "train": 32,
@@ -53,7 +53,8 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
     for name in ("gsm8k", "math500"):
         names = {one.method for one in Results.from_dict(found["frontier"][name]).frontiers}
         assert {"OS-Pruner, one policy", "probe", "answer agreement", "fixed budget"} <= names
-        assert Results.from_dict(found["replay"][name]).frame["method"][0] == "full trace"
+        first = Results.from_dict(found["replay"][name]).frame["method"][:2]
+        assert list(first) == ["full trace", "full trace, prompt concise"]
     assert Results.from_dict(found["online"]["gsm8k"]).frame["time_ratio"][0] == 1
     assert all(arm["thinking_tokens_per_second"] > 0 for arm in found["engines"]["arms"].values())
     assert "$ ospruner train" in printed

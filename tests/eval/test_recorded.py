@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from datasets import Dataset
 from pandas.testing import assert_frame_equal
 
 import ospruner
@@ -26,11 +27,29 @@ from ospruner.eval.measured import Predicted, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.recorded import SIGNALS_FILE, Method, Recorded
 from ospruner.eval.results import RESULTS_FILE
+from ospruner.eval.table import TraceTable
 
 from .recompute import recomputed
 from .test_compare import TEST, VALIDATION, predicted, said, saved
 
 PRICES = (1e-5, 1e-2)
+CONCISE = "full trace, prompt concise"
+
+
+def shorter(of: Split) -> Split:
+    """The same problems from the last to the first, each in its first two steps."""
+    rows = [
+        {
+            k: v[:2] if k.startswith(("step_ends", "forced_", "matches")) else v
+            for k, v in row.items()
+        }
+        for row in reversed(of.dataset.to_list())
+    ]
+    dataset = Dataset.from_list(rows, features=of.dataset.features)
+    return dataclasses.replace(of, dataset=dataset, table=TraceTable.from_dataset(dataset))
+
+
+SHORT = shorter(TEST)
 
 
 def every_price(of: Split, use: PolicyUse) -> Predicted:
@@ -73,9 +92,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     methods: list[Method] = [*uses, rules.Budget, rules.Deer, rules.Deer(0.9, trials=3)]
     methods[-1] = dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)
     methods += [rules.RunJump, LEARN_STOP, rules.ThinkJustEnough]
-    return compare(
-        asked(TEST), methods, choose_on=asked(VALIDATION), prices=(1e-3, 1e-4), replicates=30
-    )
+    more: dict[str, Any] = {
+        "prices": (1e-3, 1e-4),
+        "replicates": 30,
+        "beside": {CONCISE: asked(SHORT)},
+    }
+    return compare(asked(TEST), methods, choose_on=asked(VALIDATION), **more)
 
 
 def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: Path) -> None:
@@ -98,6 +120,21 @@ def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: 
     assert list(facts["policies"]) == ["price#1", "price#2", "probe#3", "verifier#4"]
     assert str(tmp_path.parent) not in json.dumps(facts["policies"]) + json.dumps(facts["methods"])
     assert files[0].stat().st_size < 200_000
+
+
+def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
+    """Their rows are paired with the full trace's, whatever the order of their labels."""
+    right, there = TEST.table.full_correct, SHORT.table.full_correct[::-1]
+    row = report.frame[report.frame.method == CONCISE].iloc[0]
+    assert row.tokens == pytest.approx(SHORT.table.full_tokens.mean())
+    assert row.accuracy == pytest.approx(there.mean())
+    assert row.harmed == pytest.approx((right * (1 - there)).mean())
+    assert row.harmed > 0
+    (found,) = (x for x in report.evaluation.rules if x.method == CONCISE)
+    assert np.array_equal(found.outcome.correct, there)
+    fewer = dataclasses.replace(SHORT, dataset=SHORT.dataset.take(59))
+    with pytest.raises(ValueError, match="59 traces of 59 problems, 60 of 60.: label the same"):
+        compare(asked(TEST), [rules.Budget(40)], beside={CONCISE: fewer})
 
 
 def test_another_s_arithmetic_finds_the_same(report: Report, tmp_path: Path) -> None:
