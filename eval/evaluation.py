@@ -152,32 +152,37 @@ class Evaluation:
             natural_accuracy=None
             if natural is None or np.isnan(natural).all()
             else bootstrap_interval(np.nan_to_num(natural), self.problem_index),
-            about={"settings": dict(said), **self._never_right()},
+            about={"settings": dict(said), **self._whence()},
         )
 
-    def _never_right(self) -> dict[str, Any]:
-        """How much of what rules save is of traces that are right at no step, where that is known.
+    def _whence(self) -> dict[str, Any]:
+        """How much of what rules save is of traces that are hopeless, or were cut at their cap.
 
         The hindsight oracle is right wherever a trace ever is.
 
         Returns:
-            Under "never_right", or nothing: the share of such "traces", of the full traces'
-            "tokens", and under "saved" of each rule's savings, None where it saves nothing.
+            Under "never_right", where that is known, and "at_cap", where there are such traces:
+            their share of the "traces", of the full traces' "tokens", and under "saved" of each
+            rule's savings, None where it saves nothing.
         """
+        which = {"at_cap": self.full.truncated > 0}
         oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
-        if oracle is None or of_probabilities(self.settings):
-            return {}
-        never, full = oracle.correct < 0.5, self.full.tokens
+        if oracle is not None and not of_probabilities(self.settings):
+            which["never_right"] = oracle.correct < 0.5
+        full = self.full.tokens
         saved = {rule.name: full - rule.outcome.tokens for rule in self.rules[1:]}
-        found = {
-            "traces": float(never.mean()),
-            "tokens": float(full[never].sum() / full.sum()),
-            "saved": {
-                name: float(one[never].sum() / one.sum()) if one.sum() > 0 else None
-                for name, one in saved.items()
-            },
+        return {
+            name: {
+                "traces": float(rows.mean()),
+                "tokens": float(full[rows].sum() / full.sum()),
+                "saved": {
+                    of: float(one[rows].sum() / one.sum()) if one.sum() > 0 else None
+                    for of, one in saved.items()
+                },
+            }
+            for name, rows in which.items()
+            if name == "never_right" or rows.any()
         }
-        return {"never_right": found}
 
 
 def of_probabilities(settings: Mapping[str, Any]) -> bool:

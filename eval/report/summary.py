@@ -36,7 +36,7 @@ PRICES_A_TABLE = 4  # in 80 columns
 
 
 def told(results: Results) -> list[str]:
-    """What is to be known beside the tables: natural answers, probabilities, hopeless traces."""
+    """What is to be known beside the tables: natural answers, probabilities, where savings are."""
     lines = []
     if (natural := results.natural_accuracy) is not None:
         lines.append(
@@ -51,13 +51,15 @@ def told(results: Results) -> list[str]:
             f"probabilities differ from generate's by {found['mean']:.1e} in the mean and "
             f"{found['largest']:.1e} at most, at {found['steps']} step ends."
         )
-    if found := results.about.get("never_right"):
+    for about, said in (("never_right", "right at no step"), ("at_cap", "cut at their cap")):
+        if not (found := results.about.get(about)):
+            continue
         best = best_rows(main_rows(results.frame))
         names = (best["method"] + " " + best["setting"]).str.strip()
         saved: Mapping[str, float | None] = found["saved"]
         shares = [f"{name} {100 * x:.0f} %" for name in names if (x := saved.get(name)) is not None]
         lines.append(
-            f"{100 * found['traces']:.1f} % of the traces are right at no step; they are "
+            f"{100 * found['traces']:.1f} % of the traces are {said}; they are "
             f"{100 * found['tokens']:.0f} % of the thinking tokens"
             + (f", and of the tokens that are saved: {', '.join(shares)}" if shares else "")
             + "."

@@ -180,6 +180,7 @@ def test_stored_numbers_are_checked(
     first = [line.split("|")[1].strip() for line in text.splitlines()[2:] if "|" in line]
     assert [one.split(",")[0].partition(":")[0] for one in first] == [
         "full trace",
+        CONCISE.partition(",")[0],
         "OS-Pruner",
         "best classifier",
         "best rule",

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ospruner.eval.report.page import write_report
@@ -72,6 +73,18 @@ def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str,
     assert line.startswith(f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step")
     assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in line or "probe ≥.90" in line
     assert line.partition(";")[0] in written["report.md"].read_text("utf-8")
+    capped = evaluation.full.truncated > 0
+    assert capped.any() == ("at_cap" in results.about)
+    cut = dataclasses.replace(
+        evaluation.full, truncated=(np.arange(len(full)) % 2).astype(np.float64)
+    )
+    first = dataclasses.replace(evaluation.rules[0], outcome=cut)
+    looped = dataclasses.replace(evaluation, rules=[first, *evaluation.rules[1:]]).results()
+    found = looped.about["at_cap"]
+    assert found["saved"][rule.name] == pytest.approx(saved[1::2].sum() / saved.sum())
+    assert any(
+        line.startswith("50.0 % of the traces are cut at their cap") for line in told(looped)
+    )
     without = dataclasses.replace(evaluation, limits=[])
     assert "never_right" not in without.results().about
     assert not any("at no step" in one for one in told(dataclasses.replace(results, about={})))
