@@ -34,6 +34,7 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shlex
@@ -47,7 +48,9 @@ from typing import Any
 import numpy as np
 import timing
 
+from ospruner.calibrating import calibrate
 from ospruner.comparing import Judged
+from ospruner.comparing import compare as compare_labels
 from ospruner.eval.frontiers import frontiers
 from ospruner.eval.intervals import Rule
 from ospruner.eval.learnstop import LEARN_STOP
@@ -70,6 +73,7 @@ NO_STEP = 10**6
 FRACTIONS = tuple(k / 20 for k in range(1, 21))
 TENTHS = (0.1, 0.5, 0.9)
 
+LOSSES = (0.01, 0.02, 0.05)
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 PASSES, RATES = (1, 2, 4, 8), (1.0, 0.3)
@@ -281,6 +285,30 @@ def compare(commands: Commands, policies: Sequence[Path]) -> None:
         compare_one(commands, f"replay/{test}", test, policies, free)
 
 
+def promises(commands: Commands, policy: Path) -> None:
+    """What validation can promise of a policy, and whether the first test problems keep it."""
+    labels, out = commands.labels, commands.out / "promises"
+    more: dict[str, Any] = {"base": str(commands.args.base), "states": commands.out / "states"}
+    found = {}
+    for most in LOSSES:
+        made = calibrate(policy, str(labels / "validation"), most, **more)
+        found[f"{most:g}"] = said = {**dataclasses.asdict(made), "kept": None}
+        if made.value is not None:
+            test = str(labels / commands.tests[0])
+            frame = compare_labels(test, [f"{policy}@.5"], prices=[made.value], **more).frame
+            (full, ours), saved = frame["accuracy"][:2], frame["reduction"][1]
+            said |= {
+                "test_loss": full - ours,
+                "test_saved": saved,
+                "kept": bool(full - ours <= most),
+            }
+        print(
+            f"promise of {100 * most:g} points: {made.told(most, 0.95)}; {said['kept']}", flush=True
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "numbers.json").write_text(json.dumps(found, indent=1), "utf-8")
+
+
 def seconds(commands: Commands) -> None:
     """Seconds, in vLLM and in transformers; and what each engine does a second while it labels."""
     args, policy, labels = (
@@ -357,7 +385,7 @@ def collect(commands: Commands) -> dict[str, Any]:
     for file in sorted(out.glob("*/**/numbers.json")):
         kind, *name = file.relative_to(out).parts[:-1]
         numbers = json.loads(file.read_text("utf-8"))
-        if kind in ("served", "engines"):
+        if kind in ("served", "engines", "promises"):
             found[kind] = numbers
         else:
             found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers
@@ -394,7 +422,9 @@ def main() -> None:
     commands = Commands(timing.parse(parser))
     label(commands)
     if commands.args.only != "labels":
-        compare(commands, train(commands))
+        policies = train(commands)
+        compare(commands, policies)
+        promises(commands, policies[0])
         studies(commands)
     if commands.args.only is None:
         seconds(commands)

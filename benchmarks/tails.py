@@ -45,15 +45,20 @@ class Study:
 
     Args:
         args: of this benchmark.
+        forms: settings of training, by the form's name.
+        out: folder of the policies.
         progress: is told of phases.
     """
 
-    def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
-        self.args, self.labels, self.out = args, args.run / "labels", args.run / "tails"
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        forms: dict[str, dict[str, Any]],
+        out: Path,
+        progress: Progress,
+    ) -> None:
+        self.args, self.labels, self.out, self.forms = args, args.run / "labels", out, forms
         self.progress, self.states = progress, args.run / "states"
-        self.forms: dict[str, dict[str, int]] = {COPIES: {}}
-        self.forms |= {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
-        self.forms["head alone"] = {"layers": 0}
         self.seeds = range(args.seed, args.seed + args.seeds)
         self.judged = cache(self._judged)
 
@@ -72,7 +77,7 @@ class Study:
         """
         out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
         if not has_ended(out):
-            own: dict[str, Any] = dict(self.forms[form])
+            own = dict(self.forms[form])
             if rate != 1:  # of the layers alone: the head keeps the rate of the rule
                 first = record_of(self.trained(form, 1, self.seeds[0]))["settings"]
                 own["learning_rate"] = rate * first["learning_rate"]
@@ -163,18 +168,27 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     return markdown_table(heads, rows)
 
 
-def main() -> None:
-    """Trains and measures, prints a table, and the numbers as one JSON object."""
-    parser = timing.options(__doc__)
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """Where the labels are, and how many seeds are trained."""
+    parser = timing.options(doc)
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="folder of the labels")
     parser.add_argument("--base", type=Path, default=REASONER, help="the labels' base")
     parser.add_argument("--test", default="test", help="the labels to measure on")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
+    return parser
+
+
+def main() -> None:
+    """Trains and measures, prints a table, and the numbers as one JSON object."""
+    parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
     args = timing.parse(parser)
+    forms: dict[str, dict[str, Any]] = {COPIES: {}}
+    forms |= {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
+    forms["head alone"] = {"layers": 0}
     with PhaseBars(Console()) as bars:
-        found = Study(args, bars).measured()
+        found = Study(args, forms, args.run / "tails", bars).measured()
     print(report(found))
     timing.print_last_line({"forms": found, "seed": args.seed, "bar": BAR}, args.json)
 

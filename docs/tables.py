@@ -242,6 +242,30 @@ def real_growth(file: Content) -> str:
     return markdown_table(["right, %, after", *(f"{100 * s:.0f} %" for s in SHARES)], rows)
 
 
+def promises(file: Content) -> str:
+    """What validation could promise of a policy, and whether the test problems kept it."""
+    rows = []
+    for most, one in file.items():
+        promised = one["value"] is not None
+        told = f"{100 * one['loss']:.1f} of {one['problems']} problems"
+        more = one["enough"] and f"about {one['enough']:,} problems would do"
+        kept = (
+            f"{100 * one['test_loss']:.1f} points, {100 * one['test_saved']:.1f} % saved"
+            if promised
+            else ""
+        )
+        rows.append(
+            [
+                f"{100 * float(most):g}",
+                f"price {price_name(one['value'])}" if promised else "none",
+                told if promised else more or "it loses too much",
+                kept,
+            ]
+        )
+    heads = ["points that may be lost", "promise", "on validation", "on the test problems"]
+    return markdown_table(heads, rows)
+
+
 def drift(file: Content) -> str:
     """How soon a server sees that its traffic has drifted, by the size of its control group."""
     shares = {key: one for key, one in file.items() if key.startswith("control ")}
@@ -278,6 +302,7 @@ def claims(file: Content) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
     "drift": drift,
+    "promises": promises,
     "tails": tails,
     "at-prices": at_prices,
     "areas": areas,
