@@ -29,7 +29,8 @@ from ospruner.eval.text import markdown_table, price_name
 
 DOCS = Path(__file__).resolve().parent
 PAGES = tuple(
-    DOCS / one for one in ("../README.md", "real-model.md", "numbers.md", "bases.md", "serving.md")
+    DOCS / one
+    for one in ("../README.md", "real-model.md", "numbers.md", "bases.md", "serving.md", "eval.md")
 )
 Content = Mapping[str, Any]  # of a JSON file
 BLOCK = re.compile(
@@ -266,6 +267,19 @@ def promises(file: Content) -> str:
     return markdown_table(heads, rows)
 
 
+def choices(file: Content) -> str:
+    """What choices of a price save, and how often they break their word, by problems."""
+    frame = pd.DataFrame(file["rows"])
+    frame["told"] = [f"{100 * s:.0f} ({100 * b:.0f})" for s, b in frame[["saved", "broken"]].values]
+    frame["case"] = [
+        f"{100 * most:g} pt, {n:,.0f}" for most, n in frame[["max_loss", "problems"]].values.tolist()
+    ]
+    table = frame.pivot(index="choice", columns="case", values="told")
+    table = table.loc[frame["choice"].unique(), frame["case"].unique()]
+    rows = [[str(name), *row] for name, row in zip(table.index, table.values.tolist(), strict=True)]
+    return markdown_table(["saved % (word broken %)", *table.columns], rows)
+
+
 def drift(file: Content) -> str:
     """How soon a server sees that its traffic has drifted, by the size of its control group."""
     shares = {key: one for key, one in file.items() if key.startswith("control ")}
@@ -302,6 +316,7 @@ def claims(file: Content) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "claims": claims,
     "drift": drift,
+    "choices": choices,
     "promises": promises,
     "tails": tails,
     "at-prices": at_prices,
