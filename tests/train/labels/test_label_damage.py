@@ -177,7 +177,7 @@ def test_folders_of_version_2_are_read_and_continued(
 
 def test_the_thinkers_labels_are_read_and_hold_no_long_step(repo_dir: Path) -> None:
     """They are continued by later runs; no step is longer than the format allows."""
-    for name, count in (("train", 150), ("gsm8k", 50)):
+    for name, count in (("train", 150), ("validation", 100), ("gsm8k", 50)):
         labels = load_labels(repo_dir / "benchmarks" / "thinker-labels" / name)
         assert len(labels.traces) >= count
         most = labels.settings.reasoning_format["step_tokens"]
