@@ -32,7 +32,14 @@ from ospruner.comparing import Judged, compare
 from ospruner.demo import REASONER
 from ospruner.demo.demo import STATES, DemoSize, size_and_seed, train_config
 from ospruner.demo.jobs import Job, Workers
-from ospruner.eval.methods import FRONTIER, METHOD_NAMES, PolicyUse, parse_policies, parse_prices
+from ospruner.eval.methods import (
+    FRONTIER,
+    METHOD_NAMES,
+    PolicyUse,
+    parse_policies,
+    parse_prices,
+    price_grid,
+)
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.summary import frontier_tables
 from ospruner.eval.results import Results
@@ -101,7 +108,7 @@ def every_price_spreads(test: Judged, paths: Sequence[str]) -> Spreads:
     """
     said = [test.predicted(path) for path in paths]
     assert said[0].prices is not None
-    grid = said[0].prices.grid()
+    grid = price_grid(said[0].prices)
     outcomes = [[replay(test.split.table, one.probabilities(p)) for one in said] for p in grid]
     for tokens in np.transpose([[one.mean_tokens for one in seeds] for seeds in outcomes]):
         if (np.diff(tokens) > 0).any():

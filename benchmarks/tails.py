@@ -25,6 +25,7 @@ from rich.console import Console
 
 from ospruner.comparing import Judged
 from ospruner.demo import REASONER
+from ospruner.eval.methods import price_grid
 from ospruner.eval.replay import replay
 from ospruner.eval.table import FloatArray
 from ospruner.eval.text import markdown_table
@@ -99,7 +100,7 @@ class Study:
         judged = self.judged(split)
         said = judged.predicted(str(policy))
         assert said.prices is not None
-        grid = said.prices.grid()
+        grid = price_grid(said.prices)
         prices = [grid[round(place)] for place in np.linspace(0, len(grid) - 1, PRICES)]
         outcomes = [replay(judged.split.table, said.probabilities(price)) for price in prices]
         each = [one.correct - p * one.tokens for p, one in zip(prices, outcomes, strict=True)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import PriceRange
 from ospruner.provenance import is_hub_id
 from ospruner.rules.families import nearest
 
@@ -177,6 +178,13 @@ def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
     ]
 
 
+def price_grid(prices: PriceRange, count: int = 31) -> tuple[float, ...]:
+    """Prices from careful to bold: 0, and `count` - 1 from low to high in even ratios."""
+    ratio = prices.high / prices.low
+    between = (prices.low * ratio ** (i / (count - 2)) for i in range(1, count - 2))
+    return (0.0, prices.low, *(float(f"{price:.2e}") for price in between), prices.high)
+
+
 def _prices(
     folder: str, config: OSPrunerConfig, prices: Sequence[float] | None
 ) -> Sequence[float | None]:
@@ -184,7 +192,7 @@ def _prices(
     if prices is None or config.method != "os-pruner":
         return [None]
     if not prices:
-        return [None] if config.prices is None else config.prices.grid()
+        return [None] if config.prices is None else price_grid(config.prices)
     for price in prices:
         if config.prices is not None:
             config.prices.check(folder, price)

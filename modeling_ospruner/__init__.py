@@ -19,15 +19,6 @@ AutoConfig.register("ospruner", OSPrunerConfig)
 AutoModel.register(OSPrunerConfig, OSPrunerForCausalLM)
 AutoModelForCausalLM.register(OSPrunerConfig, OSPrunerForCausalLM)
 
-__all__ = [
-    "OSPrunerConfig",
-    "OSPrunerForCausalLM",
-    "ReasoningFormat",
-    "RuleLike",
-    "StopPolicyConfig",
-    "StopRecord",
-    "StoppingPolicy",
-    "TokenFormat",
-    "generate_pruned",
-    "uniform",
-]
+__all__ = ["OSPrunerConfig", "OSPrunerForCausalLM", "ReasoningFormat", "RuleLike"]
+__all__ += ["StopPolicyConfig", "StopRecord", "StoppingPolicy", "TokenFormat"]
+__all__ += ["generate_pruned", "uniform"]

@@ -1,8 +1,7 @@
 """What a policy's `config.json` says: which base it stops, how it was trained, how it is used.
 
-Beside it the prices of a token that one policy may know, the lengths at which a base's positions
-change, and the checks of settings that all files share: their errors name the field, what was
-given, and what is allowed.
+Beside it prices, a base's positions, and the checks of settings that all files share: their errors
+name the field, what was given, and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,17 +25,7 @@ HEADS = ("fixed", "price")
 PRICE_RAMPS = 5
 """Rises of a price head's logit along the prices; with its first value it has one output more."""
 
-CALIBRATION_FIELDS = (
-    *("max_loss", "confidence"),  # what it allows, and how surely
-    *("mode", "threshold", "price"),  # at which settings
-    *("loss", "tokens_saved", "problems", "test", "data_hash", "traffic"),  # how it was measured
-)
-EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""What clients call how much thinking they want, from little to all."""
-
-EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
 # What transformers itself writes into a configuration file, or passes beside the fields.
-_OLD_PRICE = "length_penalty"  # what policies of the first days called the price
 _TRANSFORMERS_KEYS = {
     *("_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal"),
     *("_name_or_path", "attn_implementation", "auto_map", "experts_implementation"),
@@ -81,125 +69,63 @@ class PriceRange:
         unit = self.low / 5
         return unit * math.expm1(place / PRICE_RAMPS * math.log1p(self.high / unit))
 
-    def grid(self, count: int = 31) -> tuple[float, ...]:
-        """Prices from careful to bold: 0, and `count` - 1 from low to high in even ratios."""
-        ratio = self.high / self.low
-        between = (self.low * ratio ** (i / (count - 2)) for i in range(1, count - 2))
-        return (0.0, self.low, *(float(f"{price:.2e}") for price in between), self.high)
-
 
 class OSPrunerConfig(PreTrainedConfig):
-    """Configuration of `OSPrunerForCausalLM`.
-
-    Attributes:
-        text_config: the base's own configuration.
-        base_model_name_or_path: the base's repository or folder.
-        base_revision: the commit of that repository; None for a folder.
-        base_fingerprint: of the weights there; None where its files were not at hand.
-        num_policy_layers: n, the layers that the policy copies from the base's end; with 0 its
-            head reads the base's last hidden state.
-        tuning: "layers" for whole copies; with "queries" they attend to the base's own keys and
-            values, and have no weights to make others.
-        adapter_rank: of low-rank adapters, which the file then holds in place of the copies'
-            weights, and which are merged into them when they are loaded; 0 for none.
-        head: "fixed" (the paper's, for one price), or "price": the price of a token is said when
-            generating.
-        price: of a token, in reward, that the policy was trained for; with the head "price" the one
-            that it takes where none is said.
-        price_range: [low, high] of `PriceRange`, for the head "price"; None for the other.
-        step_stride: the policy decides at every k-th step end, as its labels did.
-        method: "os-pruner", or the baseline that it is.
-        default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
-        default_threshold: the stop probability at which mode "threshold" stops.
-        reasoning_format: the literals of `ReasoningFormat`.
-        task: how the problems were asked, answered and graded that it was trained on, as its
-            labels name it; None for mathematics.
-        calibrations: what `ospruner calibrate` promised, one object a promise with the fields of
-            `CALIBRATION_FIELDS`; None for none.
-        efforts: by a name of `EFFORTS` the setting that a server takes for it, and what that does
-            on the labels of `ospruner calibrate`: mean thinking tokens, their share of the full
-            traces', the accuracy lost. None where it was not calibrated.
-        ospruner_version: of the package that saved the configuration.
-    """
+    """Configuration of `OSPrunerForCausalLM`."""
 
     model_type = "ospruner"
     sub_configs = {"text_config": AutoConfig}  # type: ignore[dict-item]
 
-    text_config: dict[str, Any] | PreTrainedConfig | None = None
-    base_model_name_or_path: str = ""
-    base_revision: str | None = None
-    base_fingerprint: str | None = None
+    text_config: dict[str, Any] | PreTrainedConfig | None = None  # the base's own
+    base_model_name_or_path: str = ""  # the base's repository or folder
+    base_revision: str | None = None  # the commit of that repository; None for a folder
+    base_fingerprint: str | None = None  # of its weights; None where its files were not at hand
+    # n, the layers that the policy copies from the base's end; with 0 its head reads the base's
+    # last hidden state.
     num_policy_layers: int = 2
-    tuning: str = "layers"  # what a file without the field means, for defaults are not written
+    # "layers" for whole copies (what a file without the field means, for defaults are not written);
+    # "queries" attend to the base's own keys and values, and have no weights to make others.
+    tuning: str = "layers"
+    # Of low-rank adapters, which the file then holds in place of the copies' weights, and which are
+    # merged into them when they are loaded; 0 for none.
     adapter_rank: int = 0
-    head: str = "fixed"
-    price: float = 0.0
-    price_range: list[float] | None = None
-    step_stride: int = 1
-    method: str = "os-pruner"
-    default_mode: str = "sample"
-    default_threshold: float = 0.5
-    reasoning_format: dict[str, Any] | None = None
+    head: str = "fixed"  # for one price (the paper's), or "price": said when generating
+    price: float = 0.0  # of a token, in reward: the head's, or the one taken where none is said
+    price_range: list[float] | None = None  # low and high of `PriceRange`, for the head "price"
+    step_stride: int = 1  # the policy decides at every k-th step end, as its labels did
+    method: str = "os-pruner"  # or the baseline that it is
+    default_mode: str = "sample"  # how generate decides with `stop_policy=True`, or "threshold"
+    default_threshold: float = 0.5  # the stop probability at which mode "threshold" stops
+    reasoning_format: dict[str, Any] | None = None  # the literals of `ReasoningFormat`
+    # How the problems that it was trained on were asked and graded; None for mathematics.
     task: dict[str, Any] | None = None
+    # What `ospruner calibrate` promised, one object a promise; and by an effort's name the
+    # setting that a server takes for it, the mean thinking tokens then, their share of the full
+    # traces', the accuracy lost.
     calibrations: list[dict[str, Any]] | None = None
     efforts: dict[str, dict[str, Any]] | None = None
-    ospruner_version: str | None = None
+    ospruner_version: str | None = None  # of the package that saved the configuration
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         known_type = kwargs.pop("model_type", self.model_type)
-        self._take_old(kwargs)
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
         if unknown or known_type != self.model_type:
             raise ValueError(
                 f"OSPrunerConfig of model_type {known_type!r} has no {', '.join(unknown)}. Its "
-                f"fields are {', '.join(OSPrunerConfig.__annotations__)}. "
-                f"{saved_by(self.ospruner_version)}"
+                f"fields are {', '.join(OSPrunerConfig.__annotations__)} (the first policies said "
+                f"length_penalty for price: rename it). {saved_by(self.ospruner_version)}"
             )
         if isinstance(self.text_config, dict):
             self.text_config = _base_config(dict(self.text_config))
         self.check_fields()
         super().__post_init__(**kwargs)
 
-    def _take_old(self, kwargs: dict[str, Any]) -> None:
-        """Takes what policies of the first days say in other words, or refuses it."""
-        if kwargs.pop("trial_every", 0):
-            raise ValueError(
-                "the policy reads trial answers (trial_every), which this version cannot: train it "
-                "anew, or generate with `pip install ospruner==0.1.0`"
-            )
-        rank = kwargs.pop("lora_rank", 16)
-        for gone in ("trial_max_tokens", "domains"):
-            kwargs.pop(gone, None)
-        if self.tuning in ("attention", "head", "lora"):  # which held, or now hold, whole layers
-            self.adapter_rank = rank if self.tuning == "lora" else 0
-            self.tuning = "layers"
-        self.price = kwargs.pop(_OLD_PRICE, self.price)
-        for one in self.calibrations or []:
-            if _OLD_PRICE in one:
-                one["price"] = one.pop(_OLD_PRICE)
-
     @classmethod
-    def get_config_dict(  # type: ignore[override]
-        cls, path: Any, **kwargs: Any
-    ) -> Any:
-        """As transformers'; OSError also of a file that nests too deeply to be read.
-
-        A folder that is none, or holds policies and is none, is refused before the Hub is asked.
-        """
-        check_place("policy", str(path))
-        own = Path(path, kwargs.get("subfolder") or "")
-        if own.is_dir() and not (own / "config.json").is_file():
-            inside = sorted(str(one.parent) for one in own.glob("*/config.json"))
-            hint = f"name a policy in it: {', '.join(inside)}" if inside else "train one there"
-            raise OSError(f"{own} is no policy, for it has no config.json: {hint}")
-        try:
-            found, rest = super().get_config_dict(path, **kwargs)
-            return found, {**rest, "name_or_path": str(path)}  # as AutoConfig says it
-        except RecursionError as error:
-            raise OSError(
-                f"{path}: its config.json nests too deeply ({error}): copy the policy again"
-            ) from error
+    def get_config_dict(cls, path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As transformers', with where it was found."""
+        found, rest = super().get_config_dict(path, **kwargs)
+        return found, {**rest, "name_or_path": str(path)}  # as AutoConfig says it
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -213,11 +139,7 @@ class OSPrunerConfig(PreTrainedConfig):
                 beside = os.path.abspath(os.path.join(own, config_dict[name]))
                 config_dict = config_dict | {name: beside}
             return super().from_dict(config_dict, **kwargs)
-        except (
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:  # of a file, a wrong type is a wrong value
+        except (TypeError, AttributeError, RecursionError) as error:  # wrong types, in a file
             raise ValueError(f"config.json: {error}: copy the policy again") from error
 
     def validate(self) -> None:
@@ -246,46 +168,19 @@ class OSPrunerConfig(PreTrainedConfig):
                 if not isinstance(value := vars(self)[name], kind):
                     raise TypeError(f"{owner}: {name} is {shown(value)}; it must be {kind}")
         ranged = self.price_range
-        if (ranged is None) is (self.head == "price") or not (
-            ranged is None or (isinstance(ranged, list | tuple) and len(ranged) == 2)
-        ):
+        pair = isinstance(ranged, list | tuple) and len(ranged) == 2
+        if not pair if self.head == "price" else ranged is not None:
             raise ValueError(
                 f"{owner}: head is {self.head!r} and price_range {shown(ranged)}; the "
                 "head 'price' has one, [low, high], and no other has"
             )
         if self.prices is not None:
             self.prices.check(owner, self.price)
-        efforts = self.efforts or {}
-        for name in efforts:
-            check_choice(f"{owner}: efforts", "a name", name, EFFORTS)
-        promises = [("calibrations", CALIBRATION_FIELDS, one) for one in self.calibrations or []]
-        settings = [("efforts", EFFORT_FIELDS, one) for one in efforts.values()]
-        for held, known, one in promises + settings:
-            if not set(known) <= set(one):
-                raise ValueError(
-                    f"{owner}: {held} holds {shown(one)}; each must have the fields "
-                    f"{', '.join(known)}: make it again with `ospruner calibrate`"
-                )
-            check_choice(f"{owner}: {held}", "mode", one["mode"], MODES)
-            for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price", "share"):
-                if one.get(name) is not None:
-                    check_number(f"{owner}: {held}", name, one[name], 0, 1)
 
     @property
     def prices(self) -> PriceRange | None:
         """The prices that the policy knows; None with the head "fixed"."""
         return None if self.price_range is None else PriceRange(*self.price_range)
-
-
-def check_place(what: str, name: str) -> None:
-    """Refuses what can be neither a folder here nor an id on the Hub, before the Hub is asked."""
-    first, _, rest = name.partition("/")
-    like_a_folder = "/" in rest or not first or (bool(rest) and os.path.isdir(first))
-    if like_a_folder and not os.path.exists(name):
-        why = f" (the Hub was not asked, for {first!r} is a folder here)" * os.path.isdir(first)
-        raise FileNotFoundError(
-            f"{what} is {name!r}, where no folder is{why}: name one, or a Hub id, owner/name"
-        )
 
 
 def saved_by(version: str | None) -> str:
@@ -304,10 +199,8 @@ def _base_config(literals: dict[str, Any]) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[base_type](**literals)
     except Exception as error:  # what checks raise is private to huggingface_hub
-        raise ValueError(
-            f"text_config is no base's configuration (model_type {base_type!r}: {error}): "
-            "config.json is damaged; copy the policy again"
-        ) from error
+        said = f"text_config is no base's configuration (model_type {base_type!r}: {error})"
+        raise ValueError(f"{said}: config.json is damaged; copy the policy again") from error
 
 
 def rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -348,8 +241,7 @@ def position_switch(config: PreTrainedConfig) -> tuple[str, int] | None:
 def check_length(config: PreTrainedConfig, tokens: int | Tensor, what: str) -> None:
     """Refuses a text in which the base's positions change while it is written.
 
-    Step by step each token sees the frequencies of the length so far; in one pass, as in training,
-    all see those of the whole. Up to the change the two are equal.
+    Step by step a token sees the frequencies of the length so far, in one pass those of the whole.
     """
     switch = position_switch(config)
     if switch is not None and tokens >= switch[1]:

@@ -1,9 +1,9 @@
 """How a model family writes its thinking, and where its steps end, as token ids.
 
 `ReasoningFormat` holds a family's literals; `TokenFormat` is a format compiled for one tokenizer.
-Step ends are a property of token ids, decided by `BoundaryState` alone: in labels, in training, in
-generate and in every engine. Text is never tokenised again. A literal that is one added token is
-that id; any other one is a `Marker`, found in whatever tokens the model writes it.
+Step ends are a property of token ids, decided by `BoundaryState` alone, wherever they are needed;
+text is never tokenised again. A literal that is one added token is that id; any other one is a
+`Marker`, found in whatever tokens the model writes it.
 """
 
 from __future__ import annotations
@@ -35,55 +35,34 @@ _CALL_OPENING = re.compile(
 _DOUBTS = ("Wait", "Hmm", "Hm", "Alternatively", "Actually")  # that begin a sentence
 # Stored where they say something.
 _OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase", "template_args", "step_tokens")
-# Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
-_HAND_ON = """{%- set ospruner = namespace(turns=[]) %}{%- for turn in messages %}
-{%- set said = turn.reasoning or turn.reasoning_content %}
-{%- set taken = said and not turn.thinking and not (turn.tool_calls and turn.content) %}
-{%- set ospruner.turns = ospruner.turns + [dict(turn, thinking=said) if taken else turn] %}
-{%- endfor %}{%- set messages = ospruner.turns %}"""
-_SPACED = "a  b\n\nc\n \n   d"
 _NO_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "tokenize")
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    r"""The literals of a family's thinking. Labels and policies are bound to them.
-
-    Attributes:
-        name: what the format is called.
-        user_instruction: appended to the user's problem; it asks for a boxed answer.
-        think_end: the marker with which the model ends its thinking. Empty where a model thinks in
-            its reply, which the end of the turn ends.
-        closing: what leads from the thinking to the answer; begins with `think_end`.
-        box_prefix: put before a forced answer. It opens one brace, which the answer closes, unless
-            `answer_end` says what else ends it.
-        think_start: what opens the thinking, written by the prompt or by the model; empty where
-            nothing does. An answer must not write it again.
-        steps: what ends a step: "" for each blank line, "prose" for those outside of formulas and
-            code that follow no colon (`BoundaryState`).
-        wind_down: a sentence put before the closing where the model did not end its thinking
-            itself, such as "I have what I need, so:"; empty for none.
-        answer_end: the text that ends a forced answer, such as a closing fence of code; empty for
-            the brace that closes the box.
-        answer_phrase: of a model that thinks in its reply, the words with which it begins its final
-            answer, such as "The final answer is": they end the thinking, and stand in the closing.
-        template_args: arguments of the chat template, a JSON object such as
-            '{"enable_thinking": true}'; empty for none.
-        step_tokens: a step also ends after so many tokens without an end, so that a loop without
-            blank lines can be stopped; 0: never, as in the paper.
-    """
+    """The literals of a family's thinking. Labels and policies are bound to them."""
 
     name: str
-    user_instruction: str
-    think_end: str
-    closing: str
+    user_instruction: str  # appended to the user's problem; it asks for a boxed answer
+    think_end: str  # the marker that ends the thinking; "" for models that think in their reply
+    closing: str  # what leads from the thinking to the answer; begins with `think_end`
+    # Put before a forced answer. It opens one brace, which the answer closes, unless `answer_end`
+    # says what else ends it.
     box_prefix: str
+    # What opens the thinking, written by the prompt or by the model, and by no answer; or "".
     think_start: str = ""
+    # What ends a step: "" for each blank line, "prose" for those outside of formulas and code that
+    # follow no colon (`BoundaryState`).
     steps: str = ""
+    # A sentence put before the closing where the model did not end its thinking itself, such as
+    # "I have what I need, so:"; "" for none.
     wind_down: str = ""
-    answer_end: str = ""
+    answer_end: str = ""  # the text that ends a forced answer, such as a closing fence of code
+    # Of a model that thinks in its reply, the words with which it begins its final answer, such as
+    # "The final answer is": they end the thinking, and stand in the closing.
     answer_phrase: str = ""
-    template_args: str = ""
+    template_args: str = ""  # of the chat template: a JSON object such as {"enable_thinking": true}
+    # A step also ends after so many tokens, so that a loop can be stopped; 0: never (the paper).
     step_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -99,44 +78,25 @@ class ReasoningFormat:
             "answer_phrase and think_end exclude each other": self.answer_phrase and self.think_end,
             "closing must begin with think_end": not self.closing.startswith(self.think_end),
             "answer_phrase must stand in closing": self.answer_phrase not in self.closing,
+            "template_args must be a JSON object of the chat template's own arguments (not "
+            f"{', '.join(_NO_ARGUMENTS)}): texts, numbers and booleans": self._odd_arguments(),
         }
         if found := [what for what, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{'; '.join(found)}: {self}")
-        for name, value in self.template_arguments.items():
-            plain = name.isidentifier() and isinstance(value, str | int | float)
-            if not plain or name in _NO_ARGUMENTS:
-                raise ValueError(
-                    f"template_args holds {name}={value!r}; each must be an argument of the chat "
-                    f"template itself (not {', '.join(_NO_ARGUMENTS)}): a text, number or boolean"
-                )
+
+    def _odd_arguments(self) -> bool:
+        try:
+            given = self.template_arguments
+        except (ValueError, TypeError):
+            return True
+        plain = all(isinstance(value, str | int | float) for value in given.values())
+        named = all(name.isidentifier() and name not in _NO_ARGUMENTS for name in given)
+        return not (plain and named)
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """What `template_args` says, by name."""
-        try:
-            return dict(json.loads(self.template_args or "{}"))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"template_args is {self.template_args!r}; it must be a JSON object"
-            ) from error
-
-    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Makes `template_args` the defaults of a tokenizer's chat template, saved with it."""
-        given = tokenizer.chat_template
-        if isinstance(given, dict):  # of several templates by name
-            tokenizer.chat_template = {name: self._prepared(one) for name, one in given.items()}
-        elif given is not None:
-            tokenizer.chat_template = self._prepared(given)
-
-    def _prepared(self, template: str) -> str:
-        head = "".join(
-            f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
-            "{%- endif %}"
-            for name, value in self.template_arguments.items()
-        )
-        if re.search(r"(\.|\[['\"])thinking\b", template) and _HAND_ON not in template:
-            head += _HAND_ON
-        return template if not head or template.startswith(head) else head + "{{- '' }}" + template
+        return dict(json.loads(self.template_args or "{}"))
 
     def to_dict(self) -> dict[str, str | int]:
         """The literals by field name, as stored in configurations and manifests."""
@@ -165,13 +125,16 @@ _DISPLAYED = re.compile(r"\\\[|\\\]|\$\$|```")
 _MOST_BRIDGED = 8  # blank lines, so that a formula that never closes does not hide all steps
 
 
+def _around_break(text: str) -> tuple[str, str]:
+    before, blank_line, after = text.rpartition("\n\n")  # the last one
+    return (before, after) if blank_line else (after, "")
+
+
 def kind_of(text: str) -> int:
     """The bits of one token's text, for `BoundaryState`."""
-    before, blank_line, after = text.rpartition("\n\n")
-    if not blank_line:
-        before, after = after, ""
+    before, after = _around_break(text)
     return (
-        (BREAK if blank_line else 0)
+        (BREAK if "\n\n" in text else 0)
         | (NEWLINE if text == "\n" else 0)
         | (ENDS_NEWLINE if text.endswith("\n") else 0)
         | (VISIBLE if before.strip() else 0)
@@ -181,10 +144,7 @@ def kind_of(text: str) -> int:
 
 
 class Channels(NamedTuple):
-    """How a turn of several messages says which of them think (Harmony's channels).
-
-    Each message is a role, a header from `thinking[0]` to `thinking[-1]`, a body, the end marker.
-    """
+    """Harmony's channels: each message is a role, a header, a body, and the end marker."""
 
     thinking: tuple[int, ...]  # <|channel|>analysis<|message|>
     answer: tuple[int, ...]  # <|channel|>final<|message|>
@@ -193,10 +153,7 @@ class Channels(NamedTuple):
 
 @dataclass(frozen=True)
 class Marker:
-    """A literal that may be several tokens, found in token ids however they cut it.
-
-    It is complete with the first token after which the joined texts of all tokens contain it.
-    """
+    """A literal, complete with the first token after which the joined texts contain it."""
 
     literal: str
     texts: Sequence[str] = field(repr=False)  # of each id
@@ -215,19 +172,15 @@ class Marker:
     def places(self, ids: Sequence[int]) -> list[Place]:
         """Where it stands in `ids`, in order."""
         state, found = MarkerState(self), []
-        for i, token in enumerate(ids):
+        for end, token in enumerate(ids, 1):
             if state.push(token):
-                found.append((i + 1 - state.tokens, i + 1))
+                found.append((end - state.tokens, end))
                 state = MarkerState(self)
         return found
 
 
 class MarkerState:
-    """Looks for the first place of a `Marker` in a stream of ids.
-
-    Args:
-        marker: which.
-        before: the text before the ids, of which the marker may begin in.
+    """Looks for the first place of a `Marker` in ids, or in the text `before` and these.
 
     Attributes:
         final_text: stands in every token that completes it.
@@ -236,8 +189,7 @@ class MarkerState:
     """
 
     def __init__(self, marker: Marker, before: str = "") -> None:
-        self.final_text = marker.literal[-1]
-        self.tokens, self.overhang = 0, ""
+        self.final_text, self.tokens, self.overhang = marker.literal[-1], 0, ""
         self._marker = marker
         self._recent = [before]  # texts, as far back as the marker may have begun
 
@@ -254,8 +206,7 @@ class MarkerState:
         text = "".join(self._recent)
         before, found, self.overhang = text.partition(literal)
         if found:
-            ends = accumulate(map(len, self._recent))
-            self.tokens = sum(end > len(before) for end in ends)
+            self.tokens = sum(end > len(before) for end in accumulate(map(len, self._recent)))
             self._recent = []
             return True
         while self._recent and len(text) - len(self._recent[0]) >= len(literal) - 1:
@@ -268,7 +219,9 @@ class BoundaryState:
 
     A token is a boundary if its text contains "\n\n", or is "\n" after a token that ends with
     "\n", with visible text since the last boundary (its own text up to the break included). Added
-    tokens such as `<think>`, and a start marker of several tokens, are no visible text.
+    tokens such as `<think>`, and a start marker of several tokens, are no visible text. In prose, a
+    blank line ends no step after a colon, or within a displayed formula or a block of code (`\\[`,
+    `$$`, three backticks), of up to 8 blank lines. `step_tokens` without an end are a step, too.
 
     The thinking ends with the end marker, or where a call of a tool opens; `think_start` opens it
     again at the beginning of a line, or of a message. A marker of several tokens ends it before the
@@ -276,30 +229,18 @@ class BoundaryState:
     message does it, or the header of the answer; other messages (a commentary, a call) have no
     steps and end nothing, and text under no header is thinking.
 
-    In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
-    code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
-
-    Where the format has `step_tokens`, so many tokens since the last step end are a step, too.
-
     Attributes:
         ended: whether the thinking has ended; where nothing opens it again, no step follows.
         calls: whether it has ended with the opening of a call.
         closing_written: how many ids of the closing stand there once the thinking has ended.
-        overhang: once a marker of several tokens has ended it, the symbols after it in its last
-            token; else None.
+        overhang: the symbols after an end marker of several tokens, in its last token; else None.
         thinking_tokens: the tokens taken before what (last) ended it.
-        end_tokens: once it has ended, those of the end marker or of the header of the answer; 0
-            with a call.
+        end_tokens: those of the end marker, or of the header of the answer; 0 with a call.
         answer_tokens: those taken since, from the first visible one on.
-
-    Args:
-        token_format: of the base.
-        alone: look for steps and the end marker alone: no call, no header, no second opening.
     """
 
-    def __init__(self, token_format: TokenFormat, alone: bool = False) -> None:
-        self._format, self._alone = token_format, alone
-        self._channels = None if alone else token_format.channels
+    def __init__(self, token_format: TokenFormat) -> None:
+        self._format, self._channels = token_format, token_format.channels
         self.thinking_tokens = 0
         self._open_thinking()
 
@@ -311,7 +252,7 @@ class BoundaryState:
         end, start, call = fmt.end_marker, fmt.start_marker, fmt.call_marker
         self._ending = None if end is None else MarkerState(end)
         self._starting = None if start is None else MarkerState(start)
-        self._calling = None if call is None or self._alone else MarkerState(call, "\n")
+        self._calling = None if call is None else MarkerState(call, "\n")
         self._reopening: MarkerState | None = None
         self._last_step, self._visible, self._after_newline = self.thinking_tokens, False, False
         # In prose: within a formula or code, for how many blank lines, after a colon, cut markers.
@@ -338,18 +279,16 @@ class BoundaryState:
         self.thinking_tokens += 1
         if self._channels is not None and not self._in_thinking_message(token, self._channels):
             return False
-        if token == fmt.think_end_id or (token in fmt.call_ids and not self._alone):
+        if token == fmt.think_end_id or token in fmt.call_ids:
             self.calls = token != fmt.think_end_id
             self._end(1 - self.calls, 1)
             return False
-        if self._ending is not None and self._ending.push(token):
-            self.overhang = self._ending.overhang
-            self._end(0, min(self._ending.tokens, self.step_tokens))
-            return False
-        if self._calling is not None and self._calling.push(token):
-            self.calls = True
-            self._end(0, min(self._calling.tokens, self.step_tokens))
-            return False
+        for marker in (self._ending, self._calling):
+            if marker is not None and marker.push(token):
+                self.calls = marker is self._calling
+                self.overhang = None if self.calls else marker.overhang
+                self._end(0, min(marker.tokens, self.step_tokens))
+                return False
         kind = fmt.kinds[token] if token < len(fmt.kinds) else 0
         broken = bool(kind & BREAK) or bool(kind & NEWLINE and self._after_newline)
         self._after_newline = bool(kind & ENDS_NEWLINE)
@@ -370,17 +309,13 @@ class BoundaryState:
 
     def _ends_prose(self, kind: int, text: str, boundary: bool) -> bool:
         """The same in prose, where a formula, code, or what follows a colon goes on."""
-        before, blank_line, after = text.rpartition("\n\n")
-        if not blank_line:
-            before, after = after, ""
+        before, after = _around_break(text)
         self._follow(before)
         if kind & VISIBLE:
             self._colon = bool(kind & COLON)
-        if boundary and self._open and self._bridged < _MOST_BRIDGED:
-            self._bridged += 1
-            boundary = False
-        elif self._colon:
-            boundary = False
+        bridged = boundary and self._open and self._bridged < _MOST_BRIDGED
+        self._bridged += bridged
+        boundary = boundary and not (bridged or self._colon)
         self._follow(after)
         if kind & VISIBLE_AFTER:
             self._colon = False
@@ -399,7 +334,7 @@ class BoundaryState:
         self.closing_written = closing_written
         self.thinking_tokens -= tokens
         self._since, self.end_tokens, fmt = tokens, 0 if self.calls else tokens, self._format
-        if (start := fmt.format.think_start) and not self._alone:
+        if start := fmt.format.think_start:
             role = fmt.closing_ids[1 : 1 + self._channels.role_tokens] if self._channels else ()
             again = Marker((fmt.text(role) or "\n") + start, fmt.texts)
             self._reopening = MarkerState(again, self.overhang or "\n")
@@ -439,16 +374,13 @@ class BoxState:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts  # of each token id
-        self._depth = 1
-        self._escaped = False
+        self._depth, self._escaped = 1, False
 
     def push(self, token: int) -> bool:
         """Takes the next answer token; whether the box is closed."""
         for character in self._texts[token] if token < len(self._texts) else "":
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
+            if self._escaped or character == "\\":
+                self._escaped = not self._escaped
             elif character in "{}":
                 self._depth += 1 if character == "{" else -1
                 if self._depth <= 0:
@@ -457,15 +389,11 @@ class BoxState:
 
 
 class ThinkingSpan(NamedTuple):
-    """Where the thinking of the model's last turn lies in a prompt.
+    """Where the thinking of the model's last turn lies in a prompt."""
 
-    From `start`, the first id after the generation prompt, to `end`, the place of the end marker;
-    `closed` says whether it has ended, so that what follows is no thinking.
-    """
-
-    start: int
-    end: int
-    closed: bool
+    start: int  # the first id after the generation prompt
+    end: int  # the place of the end marker
+    closed: bool  # whether it has ended, so that what follows is no thinking
 
 
 @dataclass(frozen=True)
@@ -496,9 +424,8 @@ class TokenFormat:
         """Compiles a format for a tokenizer.
 
         Raises:
-            ValueError: the tokenizer's tokens do not join to a marker, or a turn has several
-                messages and it has no token that ends one, or `wind_down` holds a marker; or
-                see `check_blanks`.
+            ValueError: the tokenizer's tokens do not join to a marker, a turn has several messages
+                and no token ends one, or `wind_down` holds a marker.
         """
 
         def ids(text: str) -> list[int]:
@@ -545,7 +472,6 @@ class TokenFormat:
             start_marker=start,
             closing_rests={rest[:size]: tuple(ids(rest[size:])) for size in range(len(rest) + 1)},
         )
-        check_blanks(tokenizer)
         prompt = ids(_generation_prompt(tokenizer, literals.template_arguments))
         if closed := _places(prompt, compiled.think_end_ids, end):
             prompt = prompt[: closed[0][0]]
@@ -553,8 +479,8 @@ class TokenFormat:
         size = opened[0][0] if opened else len(prompt)
         while size and compiled.is_blank(prompt[size - 1]):
             size -= 1
-        turn = {"header_ids": tuple(prompt[:size]), "opening_ids": tuple(prompt[size:])}
-        compiled = dataclasses.replace(compiled, **turn)  # type: ignore[arg-type]
+        header, opening = tuple(prompt[:size]), tuple(prompt[size:])
+        compiled = dataclasses.replace(compiled, header_ids=header, opening_ids=opening)
         return compiled.winding_down(literals.wind_down, tokenizer)
 
     def winding_down(self, sentence: str, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
@@ -584,11 +510,7 @@ class TokenFormat:
 
     @cached_property
     def reentry_ids(self) -> tuple[int, ...]:
-        """Ids that would open the thinking again in an answer, once the closing stands there.
-
-        With channels the closing's markers, too; the end marker is none of them. Of a `think_start`
-        without any added token there are none: see `start_marker`.
-        """
+        """Added tokens that would open the thinking, or with channels a message, in an answer."""
         found = self.added_ids.intersection(self.think_start_ids)
         if found.intersection(self.closing_ids):
             found = found | self.added_ids.intersection(self.closing_ids)
@@ -596,10 +518,7 @@ class TokenFormat:
 
     @cached_property
     def rethinking_ids(self) -> frozenset[int]:
-        """Ids with which an answer thinks on: words of doubt, and the thinking's markers.
-
-        In a turn of several messages, where markers end an answer, too, the words alone.
-        """
+        """Ids with which an answer thinks on: words of doubt, and markers that end no message."""
         markers = () if self.channels is not None else (*self.reentry_ids, *self.think_end_ids)
         doubts = (i for i, text in enumerate(self.texts) if text.strip() in _DOUBTS)
         return frozenset((*markers, *doubts))
@@ -609,9 +528,9 @@ class TokenFormat:
         """Ids, beside those that end a text, that end an answer: Harmony's end of a message."""
         return () if self.channels is None else self.think_end_ids
 
-    def boundary_state(self, taken: Iterable[int] = (), alone: bool = False) -> BoundaryState:
+    def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
-        state = BoundaryState(self, alone)
+        state = BoundaryState(self)
         for token in taken:
             state.push(token)
         return state
@@ -626,8 +545,7 @@ class TokenFormat:
     def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
         """L_i for each step of a trace: the tokens through its end; the trace's end is the last.
 
-        Args:
-            trace_ids: the thinking tokens: no prompt, no end marker, nothing forced.
+        A trace is thinking tokens alone: no prompt, no end marker, nothing forced.
         """
         state = self.boundary_state()
         ends = [i + 1 for i, token in enumerate(trace_ids) if state.push(token)]
@@ -651,10 +569,8 @@ class TokenFormat:
     ) -> list[int]:
         """The ids forced after a stop: sentence, closing, and for a forced answer the box prefix.
 
-        Args:
-            answer: the answer mode; with "tools" the model chooses the channel.
-            ended: after a natural end, the state that has found it: what of the closing the model
-                has written is not forced.
+        With "tools" the model chooses the channel. After a natural end, which the state `ended` has
+        found, only what the model has not written of the closing is forced.
         """
         left = [*self.wind_down_ids, *self.closing_ids]
         if ended is not None:
@@ -664,17 +580,13 @@ class TokenFormat:
         return [*left, *(self.box_prefix_ids if answer == "forced" else ())]
 
     def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
-        """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.
+        """Where the thinking of the model's last turn lies in ids without padding.
 
-        The ids may also hold what the model wrote after the prompt. Earlier turns, system prompts
-        and what users quote don't count: the last turn begins where the chat template opens it.
-
-        Args:
-            ids: without padding.
-            start: where the thinking begins (the length of the prompt), where that is known.
+        They may also hold what the model wrote after the prompt. Earlier turns, system prompts and
+        what users quote don't count: the last turn begins where the chat template opens it, or at
+        `start`, where the prompt's length is known.
         """
-        ids = list(ids)
-        prompt = start is None
+        ids, prompt = list(ids), start is None
         start, replies = self._begins(ids) if start is None else (start, False)
         state, end = self.boundary_state(), start
         while not (state.ended or replies) and end < len(ids):
@@ -691,10 +603,7 @@ class TokenFormat:
         return span
 
     def prompt_state(self, prompt_ids: Sequence[int]) -> BoundaryState:
-        """The state in which the model goes on after a prompt; `ended` where it thinks no more.
-
-        `generate` and all engines, parsers and readers of replies begin with it.
-        """
+        """The state in which the model goes on after a prompt; `ended` where it thinks no more."""
         span = self.thinking_span(prompt_ids)
         state = self.boundary_state(prompt_ids[span.start :])
         state.ended = span.closed
@@ -708,9 +617,8 @@ class TokenFormat:
     def _begins(self, ids: list[int]) -> tuple[int, bool]:
         """Where the thinking of the last turn begins, and whether a reply stands there instead.
 
-        Without the chat template's own opening of a turn (a raw prompt), the last `think_start` of
-        the last text counts, else its last end marker. Under a template that opens the thinking, a
-        turn that begins with other text thinks nothing.
+        In a raw prompt, the last `think_start` of the last text counts, else its last end marker.
+        Under a template that opens the thinking, a turn that begins with other text has none.
         """
         floor, literal = self._last_text(ids), self.format.think_start
         at = self._last_turn(ids, floor)
@@ -765,33 +673,12 @@ class TokenFormat:
         return begin
 
 
-def check_blanks(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer that loses blanks or line ends (ValueError), and with them all steps."""
-    ids = tokenizer.encode(_SPACED, add_special_tokens=False)
-    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    if re.findall(r"\s+", str(back)) != re.findall(r"\s+", _SPACED):
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r}, loaded as {type(tokenizer).__name__}, "
-            f"gives {_SPACED!r} back as {back!r}: blanks or paragraph ends are lost. Where "
-            "transformers has rewritten it at loading, copy the model's folder and set "
-            '"tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
-        )
-
-
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> str:
     """What the chat template appends to open the model's turn; "" where it has no such thing."""
-    templates = tokenizer.chat_template
-    if isinstance(templates, dict) and "default" not in templates:
-        raise ValueError(
-            f"the tokenizer has the chat templates {sorted(templates)} and none is 'default': "
-            "choose one, as in tokenizer.chat_template = tokenizer.chat_template['tool_use'], and "
-            "save the tokenizer with the base"
-        )
-    if templates is None:
+    if tokenizer.chat_template is None:
         return ""
-    message = [{"role": "user", "content": "x"}]
+    message, how = [{"role": "user", "content": "x"}], {"tokenize": False, **arguments}
     try:
-        how: dict[str, Any] = {"tokenize": False, **arguments}
         without, whole = (
             str(tokenizer.apply_chat_template(message, add_generation_prompt=add, **how))
             for add in (False, True)

@@ -1,16 +1,15 @@
 """`generate` with a stop policy: any base's, hooked in one place.
 
-The hook is a logits processor with a stopping criterion. It looks at each token as soon as it is
-chosen; the decision after a step's last token and the first forced token fall into the same decode
-step. Until its stop, every row is what plain generate would have written. What is refused is
-refused before anything runs, because stopping inside generate would do it wrong in silence.
+The hook is a logits processor with a stopping criterion: the decision after a step's last token and
+the first forced token fall into the same decode step. Until its stop, every row is what plain
+generate would have written. What would go wrong in silence is refused before anything runs.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,8 +21,6 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -37,7 +34,6 @@ from .configuration_ospruner import check_length, max_positions
 from .formats_ospruner import TokenFormat
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, price_places
 from .stopping_ospruner import (
-    OLD_PRICES,
     Phase,
     RowPlan,
     Said,
@@ -80,105 +76,92 @@ def refuse_unsupported(
         or "_orig_mod" in module._modules
         for module in base.modules()
     )
-    if compiled:
-        raise ValueError(
-            "the base is compiled by torch.compile, which skips hooks placed later in silence: "
-            f"stop_policy needs it as it was loaded, {HINT}"
-        )
-    if base.training and base.is_gradient_checkpointing:
-        raise ValueError(
-            "the base is in train mode with gradient checkpointing, where transformers leaves the "
-            f"cache out in silence: call base.eval() first, {HINT}"
-        )
-    if base.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder"
-        )
+    training = base.training and base.is_gradient_checkpointing
+    encodes = base.config.is_encoder_decoder
     mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave "
-            f"out num_beams, assistant_model, prompt_lookup_num_tokens and the like, {HINT}"
-        )
-    if config.use_cache is False:
-        raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
-    if "paged" in (config.cache_implementation, arguments.get("cache_implementation")):
-        raise ValueError(f"stop_policy cannot work in continuous batching ('paged'), {HINT}")
-    if config.guidance_scale not in (None, 1) or config.token_healing:
-        raise ValueError(f"guidance_scale and token_healing run the base a second time, {HINT}")
-    given = {name for name in _ARGUMENTS if arguments.get(name) is not None}
+    other = mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    paged = "paged" in (config.cache_implementation, arguments.get("cache_implementation"))
+    twice = config.guidance_scale not in (None, 1) or config.token_healing
+    cache = arguments.get("past_key_values")
+    beams = config.length_penalty not in (None, 1) or "length_penalty" in arguments
+    astray = sorted(_KEYS.intersection(arguments))
+    excluded = [name for name in _ARGUMENTS if arguments.get(name) is not None]
     for name in _SETTINGS:
         off = (None,) if name.endswith("_id") else (None, 0)
-        given |= set() if vars(config).get(name) in off else {name}
-    for name, why in (_ARGUMENTS | _SETTINGS).items():
-        if name in given:
-            raise ValueError(f"{name} and stop_policy exclude each other; {why}")
-    cache = arguments.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
-            "text as input_ids without them"
-        )
-    if config.length_penalty not in (None, 1) or OLD_PRICES.intersection(arguments):
-        raise ValueError(
-            "length_penalty is for beams, which stop_policy does not take; the price of a token is "
-            "stop_policy={'price': ...}"
-        )
-    if astray := sorted(_KEYS.intersection(arguments)):
-        raise ValueError(
-            f"{astray} are settings of stop_policy: pass stop_policy={{{astray[0]!r}: ...}}"
-        )
-    if config.eos_token_id is None:
-        raise ValueError("the generation config has no eos_token_id, so rows cannot end: set it")
+        excluded += [] if vars(config).get(name) in off else [name]
+    refused = {
+        "the base is compiled by torch.compile, which skips hooks placed later in silence: "
+        f"stop_policy needs it as it was loaded, {HINT}": compiled,
+        "the base is in train mode with gradient checkpointing, where transformers leaves the "
+        f"cache out in silence: call base.eval() first, {HINT}": training,
+        f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder": encodes,
+        f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave out "
+        f"num_beams, assistant_model, prompt_lookup_num_tokens and the like, {HINT}": other,
+        "use_cache is False; stop_policy needs the cache: leave it out": config.use_cache is False,
+        f"stop_policy cannot work in continuous batching ('paged'), {HINT}": paged,
+        f"guidance_scale and token_healing run the base a second time, {HINT}": twice,
+        **{
+            f"{name} and stop_policy exclude each other; {(_ARGUMENTS | _SETTINGS)[name]}": True
+            for name in excluded
+        },
+        "past_key_values holds tokens that the stopping policy has not seen; pass the whole text "
+        "as input_ids without them": cache is not None and cache.get_seq_length() > 0,
+        "length_penalty is for beams, which stop_policy does not take; the price of a token is "
+        "stop_policy={'price': ...}": beams,
+        f"{astray} are settings of stop_policy: pass stop_policy={{...}} with them": astray,
+        "the generation config has no eos_token_id: rows cannot end": config.eos_token_id is None,
+    }
+    _refuse(refused)
     refuse_prompts(prompt, arguments.get("attention_mask"), base.config)
 
 
 def refuse_prompts(prompt: Any, mask: Any, base_config: PreTrainedConfig) -> None:
     """Refuses prompts that a base of this configuration cannot read, by row."""
-    vocabulary = base_config.get_text_config().vocab_size
+    vocabulary, limit = base_config.get_text_config().vocab_size, max_positions(base_config)
     if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32):
         kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
         raise TypeError(f"the prompt is {kind}; it must be a tensor of token ids (B, S)")
     if prompt.dim() != 2 or prompt.numel() == 0:
         raise ValueError(f"input_ids has the shape {tuple(prompt.shape)}; it must be (B, S)")
-    if outside := prompt[(prompt < 0) | (prompt >= vocabulary)][:5].tolist():
-        raise ValueError(
-            f"input_ids holds {outside}; the base's vocabulary has the ids 0 to {vocabulary - 1}: "
-            "use its own tokenizer"
-        )
     mask = torch.ones_like(prompt) if mask is None else mask
     if not isinstance(mask, Tensor) or mask.shape != prompt.shape:
         raise ValueError("attention_mask must be a tensor of the shape of input_ids")
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
-    if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
-        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
-    if holes := (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist():
-        raise ValueError(
+    outside, lengths = prompt[(prompt < 0) | (prompt >= vocabulary)][:5].tolist(), mask.sum(-1)
+    empty = (lengths == 0).nonzero().flatten().tolist()
+    holes = (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist()
+    longest = int(lengths.max())
+    _refuse(
+        {
+            f"input_ids holds {outside}; the base's vocabulary has the ids 0 to {vocabulary - 1}: "
+            "use its own tokenizer": outside,
+            f"the prompts of rows {empty} are empty: their attention_mask is all 0": empty,
             f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
-            "left: set tokenizer.padding_side = 'left'"
-        )
-    lengths, limit = mask.sum(-1), max_positions(base_config)
-    if limit is not None and int(lengths.max()) > limit:
-        raise ValueError(
-            f"the prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens; the base "
-            f"has {limit} positions (max_position_embeddings): shorten the prompt, or take a base "
-            "with a longer context"
-        )
+            "left: set tokenizer.padding_side = 'left'": holes,
+            f"the prompt of row {int(lengths.argmax())} has {longest} tokens; the base has {limit} "
+            "positions (max_position_embeddings): shorten the prompt, or take a base with a longer "
+            "context": limit is not None and longest > limit,
+        }
+    )
+
+
+def _refuse(wrong: Mapping[str, object]) -> None:
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(message)
 
 
 class Asked:
     """A context in which a running generate can ask the policy about rows.
 
-    Of a policy that is queries only, all rows at a step's end are asked at once, with what the last
-    forward left. Any other runs on all that is new in a row since it was last asked, and extends
-    the row's own cache, so that a row costs what it costs alone.
+    A policy that is queries only is asked about all of them at once, with what the last forward
+    left. Any other runs on all that is new in a row since it was last asked, and extends the row's
+    own cache, so that a row costs what it costs alone.
     """
 
     def __init__(self, base: PreTrainedModel, policy: StoppingPolicy, price: float | None) -> None:
-        self._policy = policy
-        self._price = price
-        self._reader = Reader(base, policy)
+        self._policy, self._price, self._reader = policy, price, Reader(base, policy)
         self._dropped = 0  # columns before the reader's first chunk
         self._rows: dict[int, tuple[Cache | None, int]] = {}  # cache, columns that it has seen
 
@@ -200,7 +183,7 @@ class Asked:
 
     @torch.no_grad()
     def ask(self, rows: list[int], records: list[StopRecord], ids: Tensor) -> list[Said]:
-        """Stop probability, and price of indifference (None of a fixed price), of rows."""
+        """What the policy says of rows."""
         policy, column = self._policy, self._reader.columns - 1
         padding = (column - self._reader.positions[:, 0]).tolist()
         padding = [padding[row % len(padding)] for row in rows]
@@ -241,15 +224,10 @@ class Asked:
 
 
 class StopHook(LogitsProcessor):
-    """Decides at step ends and forces what follows; see the module.
+    """Asks `asker` at step ends, decides, and forces what follows.
 
-    Args:
-        plan: what rows have in common.
-        asker: what is asked at step ends.
-        records: an empty list, which takes the rows' records with the first token.
-        on_step: see `generate_pruned`.
-        constraints: names of all that may have forbidden tokens before.
-        late: what is forbidden as the first token alone.
+    `records` takes the rows' records with the first token, `constraints` names all that may have
+    forbidden tokens before; `on_step` as of `generate_pruned`.
     """
 
     def __init__(
@@ -259,16 +237,11 @@ class StopHook(LogitsProcessor):
         records: list[StopRecord],
         on_step: OnStep | None = None,
         constraints: Sequence[str] = (),
-        late: Collection[int] = (),
     ) -> None:
         self.rows: list[StopRow] = []
-        self._plan = plan
-        self._asker = asker
         self.records = records
-        self._on_step = on_step
-        self._warned = False
+        self._plan, self._asker, self._on_step, self._warned = plan, asker, on_step, False
         self._constraints = constraints
-        self._late = late
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """One decode step: decides where steps have ended, and shapes the scores (B, V)."""
@@ -277,7 +250,7 @@ class StopHook(LogitsProcessor):
             prompts = enumerate(input_ids.tolist())
             self.rows = [StopRow(self._plan, ids, first + i) for i, ids in prompts]
             self.records += [row.record for row in self.rows]
-            ends = set(self._plan.token_format.closing_ids).difference(self._late)
+            ends = set(self._plan.token_format.closing_ids)
             begun = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
             self._check_allowed([(i, token) for i in begun for token in ends], scores)
         rows = [*enumerate(self.rows)]
@@ -369,14 +342,12 @@ def generate_pruned(
         step_stride: of the policy's configuration.
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
         tokenizer: the base's, for `stop_strings`, `wind_down`, and rules that read texts.
-        on_step: called with a row and its live record after each decision; where it returns True,
-            the row's thinking ends.
+        on_step: called with a row and its live record after each decision; True ends its thinking.
         records: an empty list to put the rows' live records in, for who reads them meanwhile.
         kwargs: generate's own arguments.
 
     Returns:
-        What generate returns (an output object holds the records as `stop`, too), and one
-        record a row.
+        What generate returns (an output object holds the records as `stop`, too), and the records.
 
     Raises:
         TypeError, ValueError: the decoding, the base or the prompt cannot be combined with it.
@@ -394,29 +365,21 @@ def generate_pruned(
         )
     others = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
     strings = None
-    if config.stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError("stop_strings needs the base's tokenizer: pass tokenizer=")
+    if tokenizer is None:
+        if (config.stop_strings, settings.wind_down) != (None, None):
+            raise ValueError("stop_strings and wind_down need the base's tokenizer: tokenizer=...")
+    elif config.stop_strings is not None:
         strings = StopStringCriteria(tokenizer, config.stop_strings)
         kwargs["stop_strings"] = None  # our own criterion takes its place
-    if given is None:
-        kwargs["disable_compile"] = True  # a hook added after compilation is skipped in silence
-    else:
-        given.disable_compile = True
-    if settings.wind_down is not None:
-        if tokenizer is None:
-            raise ValueError("wind_down needs the base's tokenizer: pass tokenizer=")
+    if settings.wind_down is not None and tokenizer is not None:
         token_format = token_format.winding_down(settings.wind_down, tokenizer)
+    # A hook added after compilation is skipped in silence.
+    (kwargs if given is None else vars(given))["disable_compile"] = True
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
     priced = policy is not None and policy.prices is not None and settings.rule is None
     width = prompt.shape[1]
-    least = [config.min_new_tokens or 0, (config.min_length or 0) - width]
-    for one in processors:
-        if isinstance(one, MinLengthLogitsProcessor):
-            least.append(one.min_length - width)
-        elif isinstance(one, MinNewTokensLengthLogitsProcessor):
-            least.append(one.min_new_tokens + one.prompt_length_to_skip - width)
-    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced, max(least))
+    least = max(config.min_new_tokens or 0, (config.min_length or 0) - width)
+    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced, least)
     named = {**vars(config), **kwargs}
     constraints = [name for name in _CONSTRAINTS if named.get(name) is not None]
     constraints += [type(one).__name__ for one in processors]
@@ -426,18 +389,16 @@ def generate_pruned(
         raise ValueError("stop_policy holds no rule, and there is no policy: pass one of the two")
     else:
         asker = Asked(base, policy, settings.price)
-        longest = config.max_length or 0
-        if config.max_new_tokens is not None:
-            longest = width + config.max_new_tokens
+        more = config.max_new_tokens
+        longest = (config.max_length or 0) if more is None else width + more
         check_length(base.config, max(width, longest), "prompt and answer")
         if settings.mode == "sample" and settings.seed is None:
             # From a copy: until its stop a row is what plain generate, seeded alike, would write.
             generator = torch.Generator().set_state(torch.get_rng_state())
             seed = int(torch.randint(2**62, (), generator=generator))
             plan = replace(plan, settings=replace(settings, seed=seed))
+    hook = StopHook(plan, asker, records, on_step, constraints)
     with asker:
-        late = config.begin_suppress_tokens or ()
-        hook = StopHook(plan, asker, records, on_step, constraints, late)
         # The class's own generate: an instance's may be a policy's `custom_generate`.
         output = type(base).generate(
             base,

@@ -55,32 +55,22 @@ _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 def load_base(
     config: OSPrunerConfig, hub: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """The base that a policy pins, at the pinned revision, from safetensors files.
+    """The base that a policy pins, at the pinned revision, from safetensors files alone.
 
-    One that needs code of its own is not loaded: load it yourself, and write
-    `OSPrunerForCausalLM.from_base(base, policy)`.
-
-    Raises:
-        ValueError: it does not fit (said before its weights are read), or needs code of its own.
-        OSError: it is not found, or has no safetensors files.
+    One that does not fit is refused before its weights are read. One that needs code of its own is,
+    too: load it yourself, and write `OSPrunerForCausalLM.from_base(base, policy)`.
     """
     where = config.base_model_name_or_path
     own = {"revision": config.base_revision, "trust_remote_code": False, **hub}
     check_base(config, AutoConfig.from_pretrained(where, **own), where)
-    chosen = {"attn_implementation": config._attn_implementation_internal, **arguments}
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        where, **own, **chosen | {"use_safetensors": True}
-    )
+    own |= {"attn_implementation": config._attn_implementation_internal, **arguments}
+    own["use_safetensors"] = True
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, **own)
     return base
 
 
 def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> None:
     """Refuses a base of other sizes than those that the policy was made for, naming each."""
-    if config.text_config is None:
-        raise ValueError(
-            "text_config, the configuration of the policy's base, is missing in the policy's "
-            "config.json: copy the policy again"
-        )
     wanted, found = config.get_text_config(), base_config.get_text_config()
     differing = [
         f"{name} {getattr(found, name, None)} where the policy needs {getattr(wanted, name, None)}"
@@ -95,20 +85,15 @@ def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str
 
 
 def _pinned(config: OSPrunerConfig) -> str:
-    return (
-        "the base that the policy was trained for: "
-        f"{config.base_model_name_or_path!r} at revision {config.base_revision!r}"
-    )
+    where, revision = config.base_model_name_or_path, config.base_revision
+    return f"the base that the policy was trained for: {where!r} at revision {revision!r}"
 
 
 def base_fingerprint(where: str, revision: str | None = None, **hub: Any) -> str | None:
     """Tells a base's weights from others, such as those of a fine-tune, without reading them whole.
 
-    SHA-256 over every stored tensor's name, type, shape and a few bytes at four places of it. The
-    dtype and device that it is loaded in, and how many files it is spread over, change nothing.
-
-    Returns:
-        None where no safetensors files of it are on this machine.
+    SHA-256 over every stored tensor's name, type, shape and a few bytes at four places of it, in
+    however many files; None where no safetensors files of it are on this machine.
     """
     here = {"revision": revision, **hub, "local_files_only": True}
     try:
@@ -156,13 +141,7 @@ def check_fingerprint(config: OSPrunerConfig, where: str, found: str | None) -> 
 def load_policy(
     path: str, config: OSPrunerConfig, base: PreTrainedModel, hub: Mapping[str, Any]
 ) -> StoppingPolicy:
-    """A repository's policy on a base; reads its safetensors file and no other.
-
-    Raises:
-        ValueError: the base has other sizes or weights than the policy was trained on, or see
-            `read_tensors`.
-        OSError: the file is missing.
-    """
+    """A repository's policy on a base of the sizes and weights that it was trained on."""
     where = str(base.name_or_path)
     check_base(config, base.config, where)
     if not is_quantised(base):  # its files may be another version of the same weights
@@ -188,21 +167,13 @@ def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolic
 def read_tensors(
     path: str, config: OSPrunerConfig, policy: StoppingPolicy, hub: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a policy's file, by their names in the policy.
-
-    Raises:
-        ValueError: the file is damaged, it does not hold exactly the policy's tensors, or a value
-            is no finite number.
-        OSError: the file is missing.
-    """
+    """The tensors of a policy's file, exactly the policy's and finite, by their names there."""
     try:
         file = str(cached_file(path, WEIGHTS, **hub))
-    except OSError as error:
-        raise OSError(
-            f"{path} has no {WEIGHTS}, and pickled weights are not read: {error}"
-        ) from error
-    try:
         tensors = {k.removeprefix("policy."): v for k, v in load_file(file).items()}
+    except OSError as error:
+        said = f"{path} has no {WEIGHTS}, and pickled weights are not read: {error}"
+        raise OSError(said) from error
     except SafetensorError as error:
         raise ValueError(
             f"{path}/{WEIGHTS} is damaged or no safetensors file ({error}); copy it again, or "
@@ -231,7 +202,7 @@ def read_tensors(
 def check_norm(
     own: torch.Tensor, theirs: torch.Tensor, name: str, config: OSPrunerConfig, where: str
 ) -> None:
-    """Refuses a base of the right sizes but other weights, by its final norm, which never trains.
+    """Refuses a base of other weights by its final norm, which never trains.
 
     The one guard of quantised bases, whose files have other fingerprints.
     """
@@ -249,9 +220,13 @@ def load_tokenizer(path: str, config: OSPrunerConfig, hub: Mapping[str, Any]) ->
         # Without the configuration, it would ask on the terminal whether to run this very code.
         return AutoTokenizer.from_pretrained(path, config=config, **hub)
     except ValueError as error:
-        raise ValueError(
-            f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
-        ) from error
+        said = f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
+        raise ValueError(said) from error
+
+
+def compiled_format(config: OSPrunerConfig, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
+    """The base's way of thinking, for a policy's tokenizer."""
+    return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)
 
 
 class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -261,9 +236,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         base: the frozen causal LM.
         policy: the trainable part, and all that is saved.
         token_format: the base's way of thinking, compiled for its tokenizer.
-        last_stop: one `StopRecord` a row of the generate with a stop policy that began last; it
-            fills while that runs. Where several threads generate, each finds its own in its output
-            (`stop`).
+        last_stop: the `StopRecord` of each row of the generate with a stop policy that began last;
+            of several threads each finds its own in its output (`stop`).
     """
 
     config_class = OSPrunerConfig
@@ -283,9 +257,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self.base = base.requires_grad_(False).eval()
         self.policy = policy
         self.tokenizer = tokenizer
-        literals = ReasoningFormat.from_dict(config.reasoning_format or {})
-        literals.prepare(tokenizer)
-        self.token_format = TokenFormat.compile(literals, tokenizer)
+        self.token_format = compiled_format(config, tokenizer)
         self.generation_config = base.generation_config
         self.last_stop: list[StopRecord] = []
         if "hf_device_map" in vars(base):  # tells pipelines and trainers not to move the model
@@ -298,12 +270,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         """A saved policy on a base that is loaded already, which is shared and frozen.
 
         Args:
-            base: the causal LM that the policy was made for.
+            base: the causal LM that the policy was made for; another is refused (`load_policy`).
             policy: the policy's repository or folder.
             hub: `revision`, `subfolder`, `cache_dir`, `token`...: where to find the policy.
-
-        Raises:
-            ValueError: see `load_policy`.
         """
         path, known = os.fspath(policy), (*HUB_ARGUMENTS, *_POLICY_ONLY)
         if unknown := sorted(set(hub).difference(known)):
@@ -324,13 +293,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             pretrained_model_name_or_path: the policy's repository or folder.
             args: none; for transformers' signature.
             config: the policy's configuration, where it is loaded already.
-            kwargs: `revision`, `subfolder` and `code_revision` concern the policy;
-                so does `trust_remote_code`, never the base; `cache_dir`, `token`,
-                `local_files_only`, `force_download` and `proxies` both; all others (dtype,
-                device_map, quantization_config, attn_implementation...) go to the base.
-
-        Raises:
-            ValueError: see `load_base` and `load_policy`.
+            kwargs: `revision`, `subfolder`, `code_revision` and `trust_remote_code` concern the
+                policy alone, what says where to look (`HUB_ARGUMENTS`) both; all others (dtype,
+                device_map, quantization_config...) go to the base.
         """
         path = os.fspath(pretrained_model_name_or_path)
         rest = {name: value for name, value in kwargs.items() if name not in _AUTO_ONLY}
@@ -403,28 +368,23 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             stop_policy: True for the policy as it was saved, or settings (`StopPolicyConfig`, also
                 as a dict); False for plain generate. None takes what the generation config (the one
                 given, else the model's) holds as `stop_policy`; False without.
-            kwargs: generate's own arguments; and, with a stop policy, `on_step`, a function that is
-                called with a row and its live `StopRecord` after each decision; True ends the row's
-                thinking.
+            kwargs: generate's own, and `on_step`, called with a row and its live `StopRecord` after
+                each decision: where it returns True, the thinking ends.
 
         Returns:
             What generate returns. `last_stop` holds one `StopRecord` a row; an output object
             (`return_dict_in_generate=True`) holds them as `stop`, too.
-
-        Raises:
-            TypeError, ValueError: a setting, the prompt or the decoding cannot be; it is named.
         """
+        base: Any = self.base
         if stop_policy is None:
             config = kwargs.get("generation_config") or self.generation_config
             stop_policy = vars(config).get("stop_policy")
         if stop_policy is None or stop_policy is False:
-            base: Any = self.base
             return base.generate(inputs, **kwargs)
         settings = StopPolicyConfig.of(stop_policy).with_defaults(self.config)
         kwargs.setdefault("tokenizer", self.tokenizer)
-        stride = self.config.step_stride
         self.last_stop = kwargs["records"] = []
-        args = (self.base, self.policy, self.token_format, settings, stride, inputs)
+        args = (base, self.policy, self.token_format, settings, self.config.step_stride, inputs)
         return generate_pruned(*args, **kwargs)[0]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -441,10 +401,9 @@ _LOCK = threading.Lock()
 def generate_on(
     base: Any, repository: str, hub: Mapping[str, Any], stop_policy: Any = True, **arguments: Any
 ) -> Any:
-    """`base.generate` with a repository's policy, which is loaded once per base and commit.
+    """What `custom_generate_ospruner.generate` does with a repository's policy, found by `hub`.
 
-    The base itself is left as it is: neither frozen nor put in eval mode. Arguments and output are
-    those of `custom_generate_ospruner.generate`, `hub` is where to look for the repository.
+    It is loaded once per base and commit; the base is left as it is, not frozen nor in eval mode.
     """
     inputs = arguments.pop("inputs", None)
     if stop_policy is False or stop_policy is None:
@@ -460,8 +419,7 @@ def generate_on(
             config = OSPrunerConfig.from_pretrained(repository, **hub)
             policy = load_policy(repository, config, base, hub)
             tokenizer = load_tokenizer(repository, config, hub)
-            literals = ReasoningFormat.from_dict(config.reasoning_format or {})
-            token_format = TokenFormat.compile(literals, tokenizer)
+            token_format = compiled_format(config, tokenizer)
             known[name] = state, config, policy, token_format, tokenizer
         _, config, policy, token_format, tokenizer = known[name]
     arguments.setdefault("tokenizer", tokenizer)

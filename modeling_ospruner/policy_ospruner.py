@@ -2,9 +2,9 @@
 
 Nothing here knows an architecture by name: the tail is a decoder of the base's own class that holds
 its last n layers and its final norm, fed with the hidden states that enter layer L-n. With tuning
-"queries" these are the last n layers that hold keys. They keep nothing that makes keys and values,
-and attend to those that the base's layer has computed: they run at step ends alone, and keep
-nothing between them. What the base's other layers between and behind them added is added, too.
+"queries" these are the last n layers that hold keys; they attend to the keys and values that the
+base's layers have computed, so that they run at step ends alone and keep nothing between them. What
+the base's other layers between and behind them added is added, too.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def price_places(outputs: Tensor) -> Tensor:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The layers of a causal LM, or of a tail; refuses a model that keeps them otherwise."""
-    layers = dict(model.get_decoder().named_children()).get("layers")
+    decoder = model.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} cannot be a base: its decoder "
-            f"({type(model.get_decoder()).__name__}) keeps its layers in no ModuleList named "
-            "`layers`. Use a decoder-only model such as Qwen3, Llama or GPT-OSS"
+            f"{type(model).__name__} cannot be a base: its decoder ({type(decoder).__name__}) "
+            "keeps no layers in a ModuleList `layers`. Use one such as Qwen3, Llama or GPT-OSS"
         )
     return layers
 
@@ -99,18 +99,16 @@ class Reader:
     Attributes:
         hidden: (B, S, R) of the last forward, see `StoppingPolicy.outputs`.
         chunks: `hidden` of each forward, without queries; whoever reads them drops them.
-        keys: with queries, of the layers that the policy copies, as the last forward attended.
+        keys: with queries, of the copied layers, as the last forward attended.
         columns: of the text so far, padding included.
         positions: (B or 1, 1) of each row's last token.
     """
 
     def __init__(self, base: PreTrainedModel, policy: StoppingPolicy) -> None:
-        self.hidden, self.keys = torch.empty(0), list[LayerKeys]()
-        self.chunks = list[Tensor]()
+        self.hidden, self.keys, self.chunks = torch.empty(0), list[LayerKeys](), list[Tensor]()
         self.columns, self.positions = 0, torch.empty(0, 1)
         self._base, self._policy, self._seen = base, policy, dict[int, Tensor]()
-        self._thread = threading.get_ident()
-        self._handles: list[Any] = []
+        self._thread, self._handles = threading.get_ident(), list[Any]()
 
     def __enter__(self) -> Reader:
         decoder, layers, policy = self._base.get_decoder(), decoder_layers(self._base), self._policy
@@ -132,12 +130,6 @@ class Reader:
 
     def told(self) -> None:
         """Called whenever more is known of a forward."""
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether nothing is left to read in a forward under way."""
-        wanted = len(self._policy.copied) if self._policy.queries else 0
-        return len(self._seen) == len(self._policy.points) and len(self.keys) == wanted
 
     def _hook(self, register: Any, hook: Any) -> None:
         def here(*args: Any) -> Any:
@@ -178,8 +170,7 @@ class _Tapped:
     """The base's cache for one layer, or none: what the layer attends to goes to a reader, too."""
 
     def __init__(self, reader: Reader, cache: Cache | None) -> None:
-        self._reader = reader
-        self._cache = cache
+        self._reader, self._cache = reader, cache
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
@@ -221,7 +212,6 @@ class _Unasked(nn.Module):
         self.out_features = out_features
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zeros (..., out_features)."""
         return hidden.new_zeros(self.out_features).expand(*hidden.shape[:-1], -1)
 
 
@@ -269,10 +259,10 @@ class StoppingPolicy(nn.Module):
 
     Attributes:
         copied: the numbers of the base's layers that it copies.
-        points: what enters these layers of the base is read (L: what leaves the last one, or with
+        points: the layers of the base whose input is read (L: what leaves the last one, or with
             n = 0 the final norm).
-        tail: of the base's own class, with its last n layers and final norm; None for n = 0, where
-            the head reads the base's last hidden state.
+        tail: the copied layers with the final norm; None for n = 0, where the head reads the base's
+            last hidden state.
         head: H to 1, or to 6 with the head "price", in float32.
     """
 
@@ -352,22 +342,15 @@ class StoppingPolicy(nn.Module):
         theirs, buffers = decoder.state_dict(), dict(decoder.named_buffers())
         floats = (p for p in last.parameters() if p.is_floating_point())
         usual = base.dtype if is_quantised(base) else next(floats, torch.empty(0)).dtype
-        adapted = any(".lora_" in name for name in tensors)
         placed = {}
         for name in self.state_dict():
-            same = theirs.get(self.name_in_base(name))
-            if name in tensors:
-                tensor = tensors[name]
-            elif adapted and same is not None:
-                tensor = _merged(same, tensors, name.removesuffix(".weight"))
-            else:
-                continue  # an error of load_state_dict's
-            dtype = tensor.dtype
-            if name.startswith("head."):
-                dtype = torch.float32
-            elif tensor.is_floating_point():
-                plain = same is not None and same.is_floating_point() and same.itemsize > 1
-                dtype = same.dtype if same is not None and plain else usual
+            same, tensor = theirs.get(self.name_in_base(name)), tensors.get(name)
+            if tensor is None:
+                tensor = _merged(theirs[self.name_in_base(name)], tensors, name)
+            plain = same is not None and same.is_floating_point() and same.itemsize > 1
+            dtype = same.dtype if same is not None and plain else usual
+            dtype = torch.float32 if name.startswith("head.") else dtype
+            dtype = dtype if tensor.is_floating_point() else tensor.dtype
             placed[name] = tensor.detach().to(device, dtype, copy=True)
         self.load_state_dict(placed, assign=True)
         for name, _ in list(self.named_buffers()):
@@ -409,14 +392,13 @@ class StoppingPolicy(nn.Module):
         """What the head says at every position that it is given, (B, S, 1 or 6) float32.
 
         Args:
-            hidden: what entered the first of the base's layers that it copies, (B, S, R), R = H;
-                with n = 0 its last hidden states after the final norm. Behind it, where the base
-                has other layers between or behind those, what they added: R = (1 + gaps) H.
+            hidden: what entered the first copied layer, (B, S, R), R = H; with n = 0 the base's
+                last hidden states after the final norm. Behind it, where the base has other layers
+                between or behind those, what they added: R = (1 + gaps) H.
             position_ids: (B, S).
             attention_mask: (B, columns of the text), 1 for tokens; None where there is no padding.
             past_key_values: a cache of `new_cache`, extended by this call.
-            keys: with queries those of the base's last n layers, of the whole text; then `hidden`
-                and `position_ids` may be of any positions of it.
+            keys: with queries those of the whole text; the others may be of any positions of it.
             columns: (B, S) where these stand among the text's columns; None for all of them.
         """
         device = self.head.weight.device
@@ -496,8 +478,7 @@ class StoppingPolicy(nn.Module):
         if tokens is not None:
             there = tokens[:, first : first + length].bool()
             there = F.pad(there, (0, length - there.shape[1]))  # room not written yet
-            # Padding sees itself, so that no softmax is over nothing.
-            visible = visible & there[:, None] | (seen == at)
+            visible = visible & there[:, None] | (seen == at)  # padding sees itself
         if self.tail.config._attn_implementation == _GROUPED:
             return visible[:, None]
         zero = torch.zeros((), dtype=self.tail.dtype, device=columns.device)
@@ -508,14 +489,14 @@ def _adapter(module: str, part: str) -> str:
     return f"{module}.lora_{part}.default.weight"  # peft's names
 
 
-def _merged(weight: Tensor, tensors: Mapping[str, Tensor], module: str) -> Tensor:
-    """The base's tensor, with the adapter of a module, if it has one, added: W + 2 B A."""
+def _merged(weight: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The base's tensor, with its adapter, if it has one, added: W + 2 B A."""
     if weight.is_meta or (weight.is_floating_point() and weight.itemsize == 1):
         raise ValueError(
             "the policy's low-rank adapters are merged into the base's own layers, which are "
             "offloaded or quantised here: load the base unquantised and in memory"
         )
-    up, down = (tensors.get(_adapter(module, part)) for part in "BA")
+    up, down = (tensors.get(_adapter(name.removesuffix(".weight"), part)) for part in "BA")
     if up is None or down is None:
         return weight
     change = ADAPTER_SCALE * up.float() @ down.float()
@@ -523,11 +504,7 @@ def _merged(weight: Tensor, tensors: Mapping[str, Tensor], module: str) -> Tenso
 
 
 def _last_with_keys(base: PreTrainedModel, num_layers: int) -> tuple[list[int], list[int | None]]:
-    """The last layers of a base that hold keys and values of each token.
-
-    Returns:
-        Their numbers, and how many tokens a token sees in each, itself included; None for all.
-    """
+    """A base's last layers with keys, and how many tokens a token sees in each; None for all."""
     cached = DynamicCache(config=base.get_decoder().config).layers
     holding = [i for i, one in enumerate(cached) if isinstance(one, CacheLayerMixin)][-num_layers:]
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -541,9 +518,7 @@ def _last_with_keys(base: PreTrainedModel, num_layers: int) -> tuple[list[int], 
             f"this base's ({type(base).__name__}) {what}: use tuning='layers', or fewer policy "
             "layers"
         )
-    kept = [cached[i] for i in holding]
-    sliding = DynamicSlidingWindowLayer
-    return holding, [one.sliding_window if isinstance(one, sliding) else None for one in kept]
+    return holding, [vars(cached[i]).get("sliding_window") for i in holding]
 
 
 class _Looked(Exception):  # noqa: N818  (it ends a look early; nothing went wrong)
@@ -553,8 +528,8 @@ class _Looked(Exception):  # noqa: N818  (it ends a look early; nothing went wro
 def _drop_keys(tail: PreTrainedModel) -> None:
     """Leaves nothing in a tail that makes keys and values alone.
 
-    Found by running each layer's attention (on the meta device): parameters on which depends what
-    it gives its cache, but not what it makes of what the cache gives back.
+    These are the parameters on which depends what a layer's attention gives its cache, but not what
+    it makes of what the cache gives back; it is run on the meta device to find them.
     """
     # With a mask, which no flash attention has; eager attention stays each family's own, with
     # sinks or softcaps.
@@ -625,8 +600,8 @@ class _CountingCache(DynamicCache):
 def _empty_tail(decoder: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
     """Keeps the named layers of a decoder built without weights, renumbered from 0.
 
-    The configuration is cut after construction, for layers read their own entries of its lists
-    while they are built, and caches and masks read the lists while they run.
+    The configuration's lists are cut last: layers read them while they are built, caches and masks
+    while they run.
     """
     config = copy.deepcopy(decoder.config)
     if isinstance(config.dtype, str):  # what save_pretrained leaves there; layers may read it
@@ -641,8 +616,7 @@ def _empty_tail(decoder: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedM
         if isinstance(value, list | tuple) and len(value) == total:
             setattr(config, name, type(value)(value[i] for i in numbers))
     config.num_hidden_layers = len(numbers)
-    for name, child in list(tail.named_children()):
-        if child is tail.get_input_embeddings():
-            delattr(tail, name)
-            break
+    embeds = tail.get_input_embeddings()
+    for name in [name for name, child in tail.named_children() if child is embeds]:
+        delattr(tail, name)
     return tail

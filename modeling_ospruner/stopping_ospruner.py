@@ -1,7 +1,7 @@
 """Stopping: what generate is told, one row's way from its thinking to its answer, its record.
 
-A row takes in the tokens that are chosen for it, one by one. After the last token of a step it is
-asked to decide; from a stop, or a natural end, on it says what the next token has to be. Draws are
+A row takes in the tokens that are chosen for it. After the last one of a step it is asked to
+decide; from a stop, or a natural end, on it says what the next token has to be. Draws are
 counter-based: the same numbers in any batch and engine.
 """
 
@@ -73,22 +73,8 @@ _LOWEST = {
     **{"max_thinking_tokens": 1, "max_answer_tokens": 1},
 }
 _TYPES = {"wind_down": str, "answer_do_sample": bool, "mask_reentry": bool, "rule": RuleLike}
-OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
-"""What other work, and generate's beams, call a price; refused with its name."""
 # What may be asked beside a promise.
 _OF_A_PROMISE = {"max_loss", "seed", "first_sample_index", "max_answer_tokens", "mask_reentry"}
-
-
-def _check_setting(name: str, value: object) -> None:
-    """Refuses a value of a wrong type or out of its range, by name."""
-    if name in _CHOICES:
-        check_choice(_OWNER, name, value, _CHOICES[name])
-    elif name in _HIGHEST:
-        check_number(_OWNER, name, value, 0, _HIGHEST[name])
-    elif name in _LOWEST:
-        check_integer(_OWNER, name, value, _LOWEST[name])
-    elif not isinstance(value, _TYPES[name]):
-        raise TypeError(f"{_OWNER}: {name} is {value!r}; it must be a {_TYPES[name].__name__}")
 
 
 @dataclass(frozen=True)
@@ -99,19 +85,18 @@ class StopPolicyConfig:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
             threshold. None: "threshold" where one is given, else the policy's default.
         threshold: in [0, 1], of mode "threshold". None: the policy's default.
-        price: the price of a token, in reward per thinking token, for all rows of
-            the call. None: the policy's default; a policy of one price knows its own alone.
+        price: of a thinking token, in reward, for all rows of the call. None: the policy's default;
+            a policy of one price knows its own alone.
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
-            lose no more accuracy than this against the full trace; it gives mode, threshold and
-            price, and holds for greedy forced answers alone.
+            lose no more accuracy than this against the full trace, by greedy forced answers.
         seed: of the draws in mode "sample", also of greedy text. None: another in each call, as
             torch's generator says (`torch.manual_seed`).
         first_sample_index: the index of the call's first row, for runs over several calls.
         min_thinking_tokens: no stop before so many.
         max_thinking_tokens: stop at the first step end with at least so many. None: no budget.
-        answer: "forced" forces the closing and the box prefix, also after a natural end; "free"
-            forces the closing only; "tools" forces as little as ends the thinking, for a prompt
-            that offers tools: the reply may call one (in Harmony, the model chooses the channel).
+        answer: "forced" forces the closing and the box prefix, also after a natural end; "free" the
+            closing only; "tools" as little as ends the thinking, so that the reply may call one (in
+            Harmony, the model chooses the channel).
         wind_down: a sentence forced before the closing where something else than the model ends the
             thinking. None: the format's own; "": none.
         max_answer_tokens: cap on the tokens after what is forced. None: generate's own limits.
@@ -138,38 +123,43 @@ class StopPolicyConfig:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            if vars(self)[one.name] is not None or one.default is not None:
-                _check_setting(one.name, vars(self)[one.name])
+            name, value = one.name, vars(self)[one.name]
+            if value is None and one.default is None:
+                continue
+            if name in _CHOICES:
+                check_choice(_OWNER, name, value, _CHOICES[name])
+            elif name in _HIGHEST:
+                check_number(_OWNER, name, value, 0, _HIGHEST[name])
+            elif name in _LOWEST:
+                check_integer(_OWNER, name, value, _LOWEST[name])
+            elif not isinstance(value, _TYPES[name]):
+                kind = _TYPES[name].__name__
+                raise TypeError(f"{_OWNER}: {name} is {value!r}; it must be a {kind}")
+        least, most = self.min_thinking_tokens, self.max_thinking_tokens
+        given = {one.name for one in fields(self) if vars(self)[one.name] != one.default}
+        beside = sorted(given - _OF_A_PROMISE)
+        wrong = {
+            f"threshold is {self.threshold}, but mode 'sample' draws and has none: leave one of "
+            "them out": self.threshold is not None and self.mode == "sample",
+            f"max_thinking_tokens is {most}, below min_thinking_tokens {least}; leave one out, or "
+            "exchange them": most is not None and most < least,
+            f"max_loss is {self.max_loss}, and so is {' and '.join(beside)} given: what was "
+            "promised holds for the calibration's setting alone; leave it "
+            "out": self.max_loss is not None and beside,
+            "mode, threshold and price are the learned policy's, and rule "
+            f"{self.rule!r} takes its place; leave them out, or the "
+            "rule": self.rule is not None and {"mode", "threshold", "price"} & given,
+        }
+        for message, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"{_OWNER}: {message}")
         if self.threshold is not None:
-            if self.mode == "sample":
-                raise ValueError(
-                    f"{_OWNER}: threshold is {self.threshold}, but mode 'sample' draws and has "
-                    "none: leave one of them out"
-                )
             object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
-        if (self.max_thinking_tokens or math.inf) < self.min_thinking_tokens:
-            raise ValueError(
-                f"{_OWNER}: max_thinking_tokens is {self.max_thinking_tokens}, below "
-                f"min_thinking_tokens {self.min_thinking_tokens}; leave one out, or exchange them"
-            )
-        given = [one.name for one in fields(self) if vars(self)[one.name] != one.default]
-        if self.max_loss is not None and (beside := sorted(set(given) - _OF_A_PROMISE)):
-            raise ValueError(
-                f"{_OWNER}: max_loss is {self.max_loss}, and so is {' and '.join(beside)} given: "
-                "what was promised holds for the calibration's setting alone; leave it out"
-            )
-        if self.rule is not None and {"mode", "threshold", "price"}.intersection(given):
-            raise ValueError(
-                f"{_OWNER}: mode, threshold and price are the learned policy's, and rule "
-                f"{self.rule!r} takes its place; leave them out, or the rule"
-            )
 
     def with_defaults(self, config: OSPrunerConfig) -> StopPolicyConfig:
         """These settings, with a policy's own mode, threshold and price where none is given.
 
-        Raises:
-            ValueError: no calibration promises as little as `max_loss`, or the policy does not
-                know the price.
+        Refuses a `max_loss` that no calibration promises, and a price that it does not know.
         """
         if self.rule is not None:
             return self
@@ -211,8 +201,7 @@ class StopPolicyConfig:
         if isinstance(stop_policy, Mapping):
             known = [one.name for one in fields(cls)]
             if unknown := sorted(map(str, set(stop_policy) - set(known))):
-                hint = "the price of a token is price; " * bool(OLD_PRICES.intersection(unknown))
-                raise ValueError(f"{_OWNER} has no {unknown}; {hint}its keys are {known}")
+                raise ValueError(f"{_OWNER} has no {unknown}; its keys are {known}")
             return cls(**stop_policy)
         if isinstance(stop_policy, RuleLike) and not isinstance(stop_policy, type):
             return cls(rule=stop_policy)
@@ -221,44 +210,29 @@ class StopPolicyConfig:
 
 @dataclass
 class StopRecord:
-    """What happened to one row.
+    """What happened to one row."""
 
-    Attributes:
-        step_ends: L_i of each step end that generate passed, in thinking tokens generated.
-        probabilities: the policy's pi_i at each; NaN where it gave none, or was not asked. Empty
-            under another rule.
-        prices: with a policy of every price, the price of indifference at each: the price at
-            which pi_i is one half; 0 where it stops even for nothing, inf where it goes on at every
-            price that it knows, NaN where it was not asked. Else empty.
-        thinking_tokens: tokens generated before the (last) end marker, or before what was forced.
-        reason: "policy" (or another rule), "budget" (`max_thinking_tokens`, or such a rule),
-            "natural", "request" (`answer_now`), or "length" (a limit of generate's own came first).
-        nan_steps: steps at which the policy or rule gave NaN, which means "continue".
-        signals: what another rule measured at each step end; NaN where it did not measure.
-        probe_tokens: tokens that a rule spent on trial answers: forced ones and the answers' own.
-        answer_tokens: tokens after the thinking's end and what was forced there, with the last one.
-        rethinks: tokens of the answer with which it thinks on (`TokenFormat.rethinking_ids`).
-    """
-
-    step_ends: list[int] = field(default_factory=list)
+    step_ends: list[int] = field(default_factory=list)  # L_i that generate passed, in tokens
+    # The policy's pi_i at each; NaN where it gave none, or was not asked. None under another rule.
     probabilities: list[float] = field(default_factory=list)
+    # With a policy of every price, the price of indifference at each, at which pi_i is one half: 0
+    # where it stops even for nothing, inf where it goes on at every price, NaN if not asked.
     prices: list[float] = field(default_factory=list)
-    thinking_tokens: int = 0
+    thinking_tokens: int = 0  # before the (last) end marker, or before what was forced
+    # Why it ended: "policy" (or another rule), "budget" (`max_thinking_tokens`, or such a rule),
+    # "natural", "request" (`answer_now`), or "length" (a limit of generate's own came first).
     reason: Literal["policy", "budget", "natural", "request", "length"] = "length"
-    nan_steps: int = 0
-    signals: list[float] = field(default_factory=list)
-    probe_tokens: int = 0
-    answer_tokens: int = 0
-    rethinks: int = 0
+    nan_steps: int = 0  # at which the policy or rule gave NaN, which means "continue"
+    signals: list[float] = field(default_factory=list)  # what another rule measured; or NaN
+    probe_tokens: int = 0  # that a rule spent on trial answers: forced ones and their own
+    answer_tokens: int = 0  # after the thinking's end and what was forced there, with the last one
+    rethinks: int = 0  # tokens of it that think on (`TokenFormat.rethinking_ids`)
 
 
 class Phase(Enum):
     """Where a row is."""
 
-    THINKING = 1
-    FORCING = 2
-    ANSWER = 3
-    DONE = 4
+    THINKING, FORCING, ANSWER, DONE = range(4)
 
 
 @dataclass(frozen=True)
@@ -294,22 +268,17 @@ class StopRow:
     """
 
     def __init__(self, plan: RowPlan, prompt_ids: Sequence[int], sample_index: int) -> None:
+        self._plan, self._sample_index = plan, sample_index
         self._boundary = plan.token_format.prompt_state(prompt_ids)
-        closed = self._boundary.ended
+        self._prefilled, closed = self._boundary.thinking_tokens, self._boundary.ended
         self.phase = Phase.DONE if closed else Phase.THINKING
         self.record = StopRecord(reason="natural" if closed else "length")
-        self.at_boundary = False
-        self.forced: deque[int] = deque()
-        self._plan = plan
-        self._sample_index = sample_index
-        self._prefilled = self._boundary.thinking_tokens
-        self._length = 0  # tokens generated so far
+        self.at_boundary, self.forced = False, deque[int]()
+        self._length, self._last = 0, -1  # tokens generated so far, and the last one
         self._whole = closed or not plan.token_format.format.think_end  # all of it is the reply
+        self._masked = self._answered = False
         self._box: BoxState | MarkerState | None = None
         self._end_ids: frozenset[int] = frozenset()  # of its answer
-        self._masked = False
-        self._answered = False
-        self._last: int | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -402,8 +371,8 @@ class StopRow:
         Args:
             said: of this step end. What the policy was not asked for (`asks`), and NaN, go on.
         """
-        settings, record = self._plan.settings, self.record
-        signal, stops = math.nan if said.signal is None else said.signal, self.wants_stop(said)
+        settings, record, stops = self._plan.settings, self.record, self.wants_stop(said)
+        signal = math.nan if said.signal is None else said.signal
         self.at_boundary = False
         record.step_ends.append(self._length)
         (record.probabilities if settings.rule is None else record.signals).append(signal)
@@ -422,8 +391,7 @@ class StopRow:
 
     def _think(self, token: int) -> None:
         if token in self._plan.eos_ids and token != self._plan.token_format.think_end_id:
-            self.record.reason = "natural"
-            self.phase = Phase.DONE
+            self.phase, self.record.reason = Phase.DONE, "natural"
             return
         self.at_boundary = self._boundary.push(token)
         self.record.thinking_tokens = max(0, self._boundary.thinking_tokens - self._prefilled)
@@ -453,12 +421,10 @@ def shape_scores(
     rows: Iterable[tuple[int, StopRow]],
     ended: Mapping[int, int] | None = None,
 ) -> None:
-    """Masks markers in answers, then leaves one token where it is forced, or greedy; in place.
+    """Masks markers in answers, then leaves one token where it is forced, or greedy.
 
-    Args:
-        scores: of the next tokens, (B, V).
-        rows: with their places in the batch; those that think are left alone.
-        ended: the token that ends a row which is complete already, by its place.
+    In place, in the next tokens' scores (B, V), of rows by their places, those that think left
+    alone; `ended` has the token that ends a row which is complete already, by its place.
     """
     forced = dict(ended or {})
     masked: list[tuple[int, int]] = []

@@ -17,7 +17,6 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr
 
 from modeling_ospruner.configuration_ospruner import (
-    EFFORTS,
     MODES,
     PriceRange,
     check_choice,
@@ -29,7 +28,7 @@ from ospruner.durable import replace_file
 from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.measured import measure
-from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.methods import PolicyUse, parse_policies, price_grid
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import Outcome, replay, replay_full, stop_weights
@@ -39,6 +38,7 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import file_hash, read_provenance
 from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
 from ospruner.serving.drift import answers_differ
+from ospruner.serving.requests import EFFORTS
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
@@ -184,7 +184,7 @@ def tried(
     """
     known, said = use.config.prices, ours.predicted(use.path)
     if values is None:
-        values = THRESHOLDS if known is None else known.grid()
+        values = THRESHOLDS if known is None else price_grid(known)
     table = TraceTable.from_dataset(ours.traces)
     return table, [(one, replay(table, *_setting(said, known, mode, one))) for one in values]
 

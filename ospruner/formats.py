@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,21 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat
 
-__all__ = ["DEEPSEEK_R1", "HARMONY", "PLAIN", "PRESETS", "QWEN3", "follow", "guess", "named"]
+__all__ = [
+    "DEEPSEEK_R1",
+    "HARMONY",
+    "PLAIN",
+    "PRESETS",
+    "QWEN3",
+    "check_blanks",
+    "ends_alone",
+    "follow",
+    "guess",
+    "named",
+    "prepare",
+]
 
+_SPACED = "a  b\n\nc\n \n   d"
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 DEEPSEEK_R1 = ReasoningFormat(
@@ -35,6 +49,12 @@ PLAIN = ReasoningFormat(
     "\\boxed{",
     steps="prose",
 )
+# Past reasoning reaches templates (GPT-OSS's) that look for it under another name than clients.
+_HAND_ON = """{%- set ospruner = namespace(turns=[]) %}{%- for turn in messages %}
+{%- set said = turn.reasoning or turn.reasoning_content %}
+{%- set taken = said and not turn.thinking and not (turn.tool_calls and turn.content) %}
+{%- set ospruner.turns = ospruner.turns + [dict(turn, thinking=said) if taken else turn] %}
+{%- endfor %}{%- set messages = ospruner.turns %}"""
 PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY, PLAIN)}
 
 
@@ -104,3 +124,46 @@ def follow(fmt: TokenFormat, prompt_ids: Sequence[int], ids: Iterable[int]) -> B
         state.push(token)
     state.thinking_tokens -= before
     return state
+
+
+def prepare(literals: ReasoningFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes `template_args` the defaults of a tokenizer's chat template, saved with it."""
+    given = tokenizer.chat_template
+    if isinstance(given, dict):  # of several templates by name
+        prepared = {name: _prepared(literals, one) for name, one in given.items()}
+        tokenizer.chat_template = prepared
+    elif given is not None:
+        tokenizer.chat_template = _prepared(literals, given)
+
+
+def _prepared(literals: ReasoningFormat, template: str) -> str:
+    head = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}{{%- endif %}}"
+        for name, value in literals.template_arguments.items()
+    )
+    if re.search(r"(\.|\[['\"])thinking\b", template) and _HAND_ON not in template:
+        head += _HAND_ON
+    return template if not head or template.startswith(head) else head + "{{- '' }}" + template
+
+
+def check_blanks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that loses blanks or line ends (ValueError), and with them all steps."""
+    ids = tokenizer.encode(_SPACED, add_special_tokens=False)
+    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if re.findall(r"\s+", str(back)) != re.findall(r"\s+", _SPACED):
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r}, loaded as {type(tokenizer).__name__}, "
+            f"gives {_SPACED!r} back as {back!r}: blanks or paragraph ends are lost. Where "
+            "transformers has rewritten it at loading, copy the model's folder and set "
+            '"tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
+        )
+
+
+def ends_alone(fmt: TokenFormat) -> TokenFormat:
+    """A format of which only steps and the end marker are looked for.
+
+    No call, no header and no second opening: what samples a trace ends where it ends first.
+    """
+    literals = dataclasses.replace(fmt.format, think_start="")
+    bare = {"think_start_ids": (), "call_ids": frozenset[int](), "call_marker": None}
+    return dataclasses.replace(fmt, format=literals, **bare)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -180,6 +181,26 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return not Path(name).exists()
+
+
+def check_place(what: str, name: str) -> None:
+    """Refuses what can be neither a folder here nor an id on the Hub, before the Hub is asked."""
+    first, _, rest = name.partition("/")
+    like_a_folder = "/" in rest or not first or (bool(rest) and os.path.isdir(first))
+    if like_a_folder and not os.path.exists(name):
+        why = f" (the Hub was not asked, for {first!r} is a folder here)" * os.path.isdir(first)
+        raise FileNotFoundError(
+            f"{what} is {name!r}, where no folder is{why}: name one, or a Hub id, owner/name"
+        )
+
+
+def check_policy(path: str) -> None:
+    """Refuses what is no policy's folder, before the Hub is asked; names the policies in it."""
+    check_place("policy", path)
+    if Path(path).is_dir() and not Path(path, "config.json").is_file():
+        inside = sorted(str(one.parent) for one in Path(path).glob("*/config.json"))
+        hint = f"name a policy in it: {', '.join(inside)}" if inside else "train one there"
+        raise OSError(f"{path} is no policy, for it has no config.json: {hint}")
 
 
 def file_hash(path: Path) -> str:

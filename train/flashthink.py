@@ -25,12 +25,13 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import VERSION, check_place
+from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.modeling_ospruner import WEIGHTS, load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import plain_text_config
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
+from ospruner.provenance import check_place
 
 from .config import StopConfig
 from .traces import LabelledTraces

@@ -16,7 +16,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Chosen, Rule
-from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
+from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.results import RESULTS_FILE, Results
@@ -162,7 +162,7 @@ def save_policy(
         method = METHOD_NAMES[config.method]
     else:
         method = EVERY_PRICE
-        frontier = {one: replayed(model, table, said, one) for one in config.prices.grid()}
+        frontier = {one: replayed(model, table, said, one) for one in price_grid(config.prices)}
         prices = [Rule(method, one, k, "price", validation=(one,)) for k, one in frontier.items()]
         price = Chosen(prices, full, table.problem_index).taken().parameter or 0.0
         facts["price_chosen_by"] = CHOSEN_BY

@@ -18,7 +18,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM, fingerprint_of
 from modeling_ospruner.policy_ospruner import ADAPTER_SCALE, StoppingPolicy, is_quantised
 from ospruner.bases import check_decoder, check_tail, layers_of_checkpoint, plain_text_config
-from ospruner.formats import guess
+from ospruner.formats import check_blanks, guess, prepare
 
 INIT_BIAS = {"fixed": -2.0, "price": -2.5}
 """The heads' first bias; that of "price" is the logit at the price 0."""
@@ -55,6 +55,7 @@ def untrained(
         ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
             base's layers cannot be copied.
     """
+    check_blanks(tokenizer)
     chosen = reasoning_format or guess(tokenizer)
     config = OSPrunerConfig(
         text_config=plain_text_config(base.config),
@@ -72,6 +73,7 @@ def untrained(
     config._attn_implementation = base.config._attn_implementation
     more = (tuning, init_bias, base_revision, adapter_rank, config.prices)
     policy = fresh_layers(base.eval(), num_policy_layers, *more)
+    prepare(chosen, tokenizer)
     return OSPrunerForCausalLM(config, base, policy, tokenizer)
 
 

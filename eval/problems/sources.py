@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.configuration_ospruner import check_place
+from ospruner.provenance import check_place
 
 from .problem import (
     COLUMNS,

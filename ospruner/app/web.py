@@ -56,9 +56,11 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
     import torch
 
     from modeling_ospruner import OSPrunerForCausalLM
+    from ospruner.provenance import check_policy
 
     from .local import LocalSource
 
+    check_policy(policy)
     hub: dict[str, Any] = {"revision": revision} if revision else {}
     if torch.accelerator.is_available():  # transformers spreads the base over them
         hub["device_map"] = "auto"

@@ -22,7 +22,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.choosing import unsteady
-from ospruner.formats import guess
+from ospruner.formats import check_blanks, guess
 
 from .description import boundary_ids, describe, faults
 from .findings import Diagnosis, Finding, unreachable
@@ -158,6 +158,7 @@ def thinking(
         yield Finding("tokenizer", str(error).split("\n")[0], "wrong", advice)
         return
     try:
+        check_blanks(tokenizer)
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
     except ValueError as error:
         advice = (

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from transformers import PreTrainedConfig
 
-from modeling_ospruner.configuration_ospruner import VERSION, check_place
+from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.formats import named
+from ospruner.provenance import check_place
 
 from .base import examine_base
 from .findings import Diagnosis, Finding, unreachable

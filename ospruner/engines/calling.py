@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.formats import ends_alone
 
 from .asking import Ask, Reply, Server, ServerDownError
 from .interface import (
@@ -347,7 +348,7 @@ class _MarkerStop:
     def __init__(self, fmt: TokenFormat, taken: Sequence[int]) -> None:
         assert fmt.end_marker is not None
         self.final_text = fmt.end_marker.literal
-        self._state = fmt.boundary_state(alone=True)
+        self._state = ends_alone(fmt).boundary_state()
         for token_id in taken:
             self._state.push(token_id)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from modeling_ospruner.configuration_ospruner import check_place
 from ospruner.bases import refuse_no_tokenizer
+from ospruner.provenance import check_place
 
 from .interface import Engine
 

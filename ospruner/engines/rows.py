@@ -8,6 +8,7 @@ from typing import Literal
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
+from ospruner.formats import ends_alone
 
 from .interface import (
     AnswerStop,
@@ -33,7 +34,7 @@ class SamplingRow:
         self.tokens: list[int] = []  # end marker and end-of-text token included
         self._draws_from = row_state(seed, request.key)
         self._fmt = fmt
-        self.thinking = fmt.boundary_state(alone=True)
+        self.thinking = ends_alone(fmt).boundary_state()
         self._capped = False
 
     @property

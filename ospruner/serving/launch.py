@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.provenance import check_policy
 
 from .requests import StopRequest
 
@@ -37,6 +38,7 @@ def served_policy(
     """
     if given := [one for one in arguments if one.partition("=")[0] in ours]:
         raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
+    check_policy(policy)
     config: OSPrunerConfig = OSPrunerConfig.from_pretrained(
         policy, revision=engine_options(arguments).revision
     )

@@ -11,18 +11,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import (
-    EFFORTS,
+    MODES,
     OSPrunerConfig,
     check_choice,
     check_number,
     shown,
 )
-from modeling_ospruner.stopping_ospruner import OLD_PRICES, StopPolicyConfig
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
 __all__ = [
     "CONTROL",
     "DEFAULTS",
     "DIAL",
+    "EFFORTS",
     "ID",
     "KEYS",
     "MAX_LOSS",
@@ -30,6 +31,7 @@ __all__ = [
     "ON",
     "PRICE",
     "StopRequest",
+    "check_measured",
     "misplaced",
     "said_in",
     "translated",
@@ -61,6 +63,19 @@ KEYS = {
     "max_answer_tokens": "max_answer_tokens",
 }
 """Key of a request -> field of `StopPolicyConfig`."""
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""What clients call how much thinking they want, from little to all."""
+
+CALIBRATION_FIELDS = (
+    *("max_loss", "confidence"),  # what it allows, and how surely
+    *("mode", "threshold", "price"),  # at which settings
+    *("loss", "tokens_saved", "problems", "test", "data_hash", "traffic"),  # how it was measured
+)
+EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
+
+OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
+"""What other work, and generate's beams, call a price; refused with its name."""
 
 _MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
 _LIKE_OURS = re.compile(
@@ -176,6 +191,26 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     return effort if isinstance(effort, str) else None
 
 
+def check_measured(config: OSPrunerConfig) -> None:
+    """Refuses an edited row of what `ospruner calibrate` has measured: a promise or an effort."""
+    rows: list[tuple[str, tuple[str, ...], dict[str, Any]]]
+    rows = [("calibrations", CALIBRATION_FIELDS, one) for one in config.calibrations or []]
+    for name, one in (config.efforts or {}).items():
+        check_choice("the policy's efforts", "a name", name, EFFORTS)
+        rows.append(("efforts", EFFORT_FIELDS, one))
+    for held, known, one in rows:
+        owner = f"the policy's {held}"
+        if not set(known) <= set(one):
+            raise ValueError(
+                f"{owner} holds {shown(one)}; each must have the fields {', '.join(known)}: make "
+                "it again with `ospruner calibrate`"
+            )
+        check_choice(owner, "mode", one["mode"], MODES)
+        for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price", "share"):
+            if one.get(name) is not None:
+                check_number(owner, name, one[name], 0, 1)
+
+
 def said_in(body: object, path: str) -> Any:
     """What stands in a body of JSON under a dotted name; None for nothing."""
     for name in path.split("."):
@@ -267,6 +302,7 @@ class StopRequest:
         Raises:
             ValueError: no calibration promises as little, or the policy does not know a price.
         """
+        check_measured(config)
         if "max_loss" in self.fields:
             kept = self._known(config, max_loss=self.fields.pop("max_loss"))
             self.fields |= {name: vars(kept)[name] for name in _SETTINGS}

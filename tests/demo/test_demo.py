@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerConfig
 from ospruner.cli import app
 from ospruner.demo.demo import PRICES, QUICK, STANDARD, claims, run_demo
-from ospruner.eval.methods import EVERY_PRICE, FULL
+from ospruner.eval.methods import EVERY_PRICE, FULL, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.results import Results, frame_of
 from ospruner.eval.table import TraceTable
@@ -43,7 +43,7 @@ def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
     frontier = rules[rules["method"] == EVERY_PRICE]
     known = OSPrunerConfig.from_pretrained(out / "policy").prices
     assert known is not None
-    assert frontier["parameter"].tolist() == list(known.grid())
+    assert frontier["parameter"].tolist() == list(price_grid(known))
     assert [known.low, known.high] == PRICES
     (claim,) = found.about["claims"]
     assert claim["holds"], "thinking tokens fall as their price rises"

@@ -1,10 +1,7 @@
 """Formats on real chat templates and tokenizers: where a turn thinks, and what is left to close."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess
+from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess, prepare
 
 from .made_formats import boundaries
 
@@ -98,10 +95,7 @@ def test_guess_tells_the_families_apart(
         [],
         [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}],
         [{"role": "system", "content": "S"}, *ASK, {"role": "assistant", "content": "5.\n\nYes."}],
-        [
-            *ASK,
-            {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.\n\nDone."},
-        ],
+        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.\n\nDone."}],
         [
             {"role": "user", "content": "Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>"},
             {"role": "assistant", "content": "What is </think>\n\nfor?"},
@@ -420,7 +414,7 @@ def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: 
     prompt = prompt_token_ids("p", ASK[0]["content"], tokenizer, fmt)
     assert not fmt.thinking_span(prompt).closed
     for _ in range(2):
-        literals.prepare(tokenizer)
+        prepare(literals, tokenizer)
         found = Family(tokenizer, fmt)
         assert found.prompt(ASK) == prompt
         assert closed.thinking_span(found.prompt(ASK, enable_thinking=False)).closed
@@ -441,7 +435,7 @@ def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, nam
     turn = {"role": "assistant", "content": "", "tool_calls": [call], name: "I must add."}
     chat: Chat = [*ASK, turn, {"role": "tool", "name": "add", "content": "5"}]
     tokenizer = copy.deepcopy(harmony.tokenizer)
-    HARMONY.prepare(tokenizer)
+    prepare(HARMONY, tokenizer)
     family = Family(tokenizer, harmony.fmt)
     text = str(tokenizer.decode(family.prompt(chat)))
     assert "<|channel|>analysis<|message|>I must add.<|end|>" in text
@@ -456,8 +450,7 @@ def test_chat_templates_without_a_default_are_named(reasoner: Reasoner) -> None:
     one = tokenizer.chat_template
     for templates in ({"rag": one, "tool_use": one}, {}):
         tokenizer.chat_template = templates
-        said = rf"chat templates {re.escape(str(sorted(templates)))} and none is 'default': choose"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match="multiple chat templates .* no default"):
             TokenFormat.compile(DEEPSEEK_R1, tokenizer)
     tokenizer.chat_template = {"default": one, "tool_use": one}
     whole = TokenFormat.compile(DEEPSEEK_R1, reasoner.tokenizer)

@@ -1,7 +1,5 @@
 """What generate refuses with a stop policy, and in which words."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -79,10 +77,7 @@ def test_settings(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"num_beams": 2, "do_sample": False},
-            "greedy decoding and sampling, not with beam_se",
-        ),
+        ({"num_beams": 2, "do_sample": False}, "greedy decoding and sampling, not with beam_se"),
         ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
         ({"dola_layers": "low", "do_sample": False}, "not with dola_generation"),
         ({"prompt_lookup_num_tokens": 3}, "not with assisted_generation"),
@@ -100,8 +95,8 @@ def test_settings(
         ({"forced_eos_token_id": 0}, "forced_eos_token_id and stop_policy exclude each other"),
         ({"length_penalty": 0.5}, r"price of a token is stop_policy=\{'price': \.\.\.\}"),
         ({"length_penalty": 1.0}, "length_penalty is for beams"),
-        ({"price": 1e-4}, r"\['price'\] are settings of stop_policy: pass stop_policy=\{'price'"),
-        ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings needs the base's tokenizer"),
+        ({"price": 1e-4}, r"\['price'\] are settings of stop_policy"),
+        ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings and wind_down need the"),
     ],
 )
 def test_decoding(model: OSPrunerForCausalLM, arguments: dict[str, Any], message: str) -> None:

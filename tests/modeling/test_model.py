@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.dynamic_module_utils import get_relative_imports
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import stop_logits, stop_probabilities, trunk
 from ospruner.train.untrained import untrained
 
-MOST_LINES = 3_343
+MOST_LINES = 2_975
+Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
 
@@ -34,7 +28,7 @@ def saved(
     tiny_base_dir: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
-) -> tuple[OSPrunerForCausalLM, Path]:
+) -> Saved:
     """A policy that differs from its base, and the folder in which it is saved."""
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
     model = untrained(base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers")
@@ -73,7 +67,7 @@ def test_the_uploaded_code_stays_small() -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_who_may_read_what_is_saved_is_said_by_the_umask(
-    saved: tuple[OSPrunerForCausalLM, Path], tmp_path: Path, umask: int
+    saved: Saved, tmp_path: Path, umask: int
 ) -> None:
     before = os.umask(umask)
     try:
@@ -85,7 +79,7 @@ def test_who_may_read_what_is_saved_is_said_by_the_umask(
     assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
-def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_saves_the_policy_alone(saved: Saved) -> None:
     model, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
@@ -100,9 +94,7 @@ def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None
     }
 
 
-def test_a_passed_state_dict_is_filtered(
-    saved: tuple[OSPrunerForCausalLM, Path], tmp_path: Path
-) -> None:
+def test_a_passed_state_dict_is_filtered(saved: Saved, tmp_path: Path) -> None:
     model, _ = saved
     model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
     assert all(
@@ -110,7 +102,7 @@ def test_a_passed_state_dict_is_filtered(
     )
 
 
-def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_round_trip(saved: Saved) -> None:
     model, folder = saved
     assert type(AutoModel.from_pretrained(folder)) is OSPrunerForCausalLM
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -129,7 +121,7 @@ def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     assert not loaded.policy.training
 
 
-def test_loads_on_a_shared_base_in_another_dtype(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_loads_on_a_shared_base_in_another_dtype(saved: Saved) -> None:
     model, folder = saved
     shared = OSPrunerForCausalLM.from_base(model.base, folder)
     assert shared.base is model.base
@@ -144,9 +136,7 @@ def test_loads_on_a_shared_base_in_another_dtype(saved: tuple[OSPrunerForCausalL
     )
 
 
-def test_attn_implementation_reaches_base_and_tail(
-    saved: tuple[OSPrunerForCausalLM, Path],
-) -> None:
+def test_attn_implementation_reaches_base_and_tail(saved: Saved) -> None:
     model, folder = saved
     eager = OSPrunerForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert eager.base.config._attn_implementation == "eager"
@@ -161,7 +151,7 @@ def test_attn_implementation_reaches_base_and_tail(
 
 
 def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
-    saved: tuple[OSPrunerForCausalLM, Path], tiny_base_dir: Path, tmp_path: Path
+    saved: Saved, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
     model, folder = saved
     other = tmp_path / "other"
@@ -187,16 +177,10 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"price": -1e-4},
-            r"price is -0.0001; it must lie in \[0, inf\)",
-        ),
+        ({"price": -1e-4}, r"price is -0.0001; it must lie in \[0, inf\)"),
         ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
-        (
-            {"tuning": "all"},
-            "tuning is 'all'; it must be 'layers' or 'queries'",
-        ),
+        ({"tuning": "all"}, "tuning is 'all'; it must be 'layers' or 'queries'"),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
         ({"price": float("nan")}, r"price is nan; it must lie in \[0, inf\)"),
         ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
@@ -208,11 +192,7 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
         ({"head": "price", "price_range": [1e-3]}, r"price_range .*; .* has one, \[low, high\]"),
         ({"head": "price", "price_range": [0, 1e-3]}, r"low is 0; it must lie in \(0"),
         ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
-        (
-            {"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0},
-            "price is 1.0, but",
-        ),
-        ({"trial_every": 2}, "the policy reads trial answers"),
+        ({"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0}, "price is 1.0, but"),
         (
             {"base_model_name_or_path": None},
             "base_model_name_or_path is None; it must be <class 'str'>",
@@ -240,20 +220,7 @@ def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_custom_format_is_kept(
-    tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    custom = ReasoningFormat("mine", "Box it.", "</mine>", "</mine>\n", "So \\boxed{", "<mine>")
-    model = untrained(base, tiny_tokenizer, reasoning_format=custom, tuning="layers")
-    model.save_pretrained(tmp_path / "p")
-    loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
-    assert loaded.token_format.format == custom
-    assert loaded.config.base_model_name_or_path == str(tiny_base_dir)
-    assert loaded.token_format.end_marker is not None
-
-
-def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_trunk_and_stop_logits(saved: Saved) -> None:
     """The trunk stops where the tail enters, and padding on either side changes nothing."""
     model, _ = saved
     ids = torch.randint(9, 300, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -275,7 +242,7 @@ def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
 
 
 def test_given_texts_are_scored_at_their_step_ends(
-    saved: tuple[OSPrunerForCausalLM, Path], tiny_tokenizer: PreTrainedTokenizerFast
+    saved: Saved, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Rows of a batch, padded on either side, and whole chats whose thinking is found."""
     model, _ = saved

@@ -1,7 +1,5 @@
 """The head "price": one policy for every price of a token."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -15,9 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, PriceRange
+from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.methods import price_grid
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.scoring import stop_logits, stop_probabilities
@@ -66,7 +65,7 @@ def test_prices_have_places_from_nothing_to_the_highest() -> None:
         z = 2 * (math.log(price + 1e-5) - low) / (high - low) - 1
         assert known.place(price) == pytest.approx(5 * (z + 1) / 2)
         assert known.price_at(known.place(price)) == pytest.approx(price)
-    grid = known.grid()
+    grid = price_grid(known)
     assert len(grid) == 31
     assert grid[:2] == (0.0, 5e-5)
     assert grid[-1] == 1e-2
@@ -172,11 +171,7 @@ def test_steps_at_which_it_is_not_asked_have_no_price(
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        (
-            {"price": 0.02},
-            ValueError,
-            "is 0.02, but .* prices .* 0 to 0.01",
-        ),
+        ({"price": 0.02}, ValueError, "is 0.02, but .* prices .* 0 to 0.01"),
         ({"price": -1e-9}, ValueError, r"must lie in \[0, inf\)"),
         ({"price": math.nan}, ValueError, r"must lie in \[0, inf\)"),
         ({"price": [1e-4, 1e-3]}, TypeError, "must be a number"),
@@ -243,25 +238,6 @@ def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> N
     assert policy.outputs(hidden).shape == (1, 3, 6)
 
 
-def test_old_configurations_read() -> None:
-    """Policies of the first days called the price length_penalty, also in what they promise."""
-    promise = dict.fromkeys(CALIBRATION_FIELDS, 0.5) | {"mode": "threshold", "problems": 9}
-    old = {("length_penalty" if key == "price" else key): one for key, one in promise.items()}
-    config = OSPrunerConfig(length_penalty=2e-4, calibrations=[old])  # type: ignore[call-arg]
-    assert config.price == 2e-4
-    assert config.calibrations == [promise]
-    assert "length_penalty" not in config.to_dict()
-    kept = {name: vars(config)[name] for name in ("tuning", "adapter_rank")}
-    assert kept == {"tuning": "layers", "adapter_rank": 0}
-    adapted = OSPrunerConfig(tuning="lora", lora_rank=4, domains={}, trial_every=0)  # type: ignore[call-arg]
-    assert (adapted.tuning, adapted.adapter_rank) == ("layers", 4)
-    with pytest.raises(ValueError, match="reads trial answers"):
-        OSPrunerConfig(trial_every=2)  # type: ignore[call-arg]
-
-
-def test_names_of_old_are_refused() -> None:
-    for name in ("lambda", "length_penalty", "stop_length_penalty"):
-        with pytest.raises(
-            ValueError, match=rf"has no \[.{name}.\]; the price of a token is price;"
-        ):
-            StopPolicyConfig.of({name: 1e-4})
+def test_the_old_name_of_the_price_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"has no length_penalty.* for price: rename it"):
+        OSPrunerConfig(length_penalty=2e-4)  # type: ignore[call-arg]

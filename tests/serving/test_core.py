@@ -1,7 +1,5 @@
 """Requests on their way to a stop: ahead of themselves, put back, and told to the engine."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -19,7 +17,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kin
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig, StopRecord
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.serving.core import RowCore, ServedRow, promise_of
-from ospruner.serving.requests import StopRequest
+from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
 
 PIECES = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
@@ -286,8 +284,8 @@ def control_row(signals: list[float], promise: dict[str, Any], **defaults: Any) 
 
 
 def test_a_control_request_tells_where_the_policy_would_have_stopped() -> None:
-    promise: dict[str, Any] = {"max_loss": 0.02, "confidence": 0.95, "mode": "threshold"}
-    promise |= {"threshold": 0.7, "price": None, "disagreement": 0.03}
+    promise: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS) | {"disagreement": 0.03}
+    promise |= {"max_loss": 0.02, "confidence": 0.95, "mode": "threshold", "threshold": 0.7}
     told = control_row([0.2, 0.8, 0.9], promise).fork
     assert told is not None
     two_steps = ids_of("<think>", "a", ".\n\n", "a", ".\n\n")

@@ -16,25 +16,25 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import (
-    CALIBRATION_FIELDS,
-    EFFORT_FIELDS,
-    EFFORTS,
-    OSPrunerConfig,
-)
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.calibrating import SHARES, calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.methods import EVERY_PRICE, parse_policies
+from ospruner.eval.methods import EVERY_PRICE, parse_policies, price_grid
 from ospruner.eval.replay import replay
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
 from ospruner.rules import Budget
-from ospruner.serving.requests import StopRequest
+from ospruner.serving.requests import (
+    CALIBRATION_FIELDS,
+    EFFORT_FIELDS,
+    EFFORTS,
+    StopRequest,
+    check_measured,
+)
 from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
@@ -114,7 +114,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     rows = frame[frame["method"] == EVERY_PRICE]
     config = OSPrunerConfig.from_pretrained(trained / "run")
     assert config.prices is not None
-    assert rows["parameter"].tolist() == list(config.prices.grid())
+    assert rows["parameter"].tolist() == list(price_grid(config.prices))
     assert rows["tokens"].is_monotonic_decreasing
 
     report = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3])
@@ -328,7 +328,7 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
 )
 def test_an_edited_promise_or_effort_is_refused(field: str, wrong: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
-        OSPrunerConfig(**{field: wrong})
+        check_measured(OSPrunerConfig(**{field: wrong}))
 
 
 def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from transformers import Qwen2ForCausalLM, TrainerCallback
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.methods import price_grid
 from ospruner.eval.metrics import AES_ABSOLUTE, CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.table import TraceTable
@@ -103,7 +104,7 @@ def test_one_policy_of_every_price_beats_never_stopping_at_each(
     assert tokens[0] > 1.3 * tokens[-1]
     # The default is the price of the highest AES of 31, and the record says so.
     assert model.config.prices is not None
-    outcomes = {p: replay(table, said.probabilities(p)) for p in model.config.prices.grid()}
+    outcomes = {p: replay(table, said.probabilities(p)) for p in price_grid(model.config.prices)}
     whole = full.accuracy, full.mean_tokens
     best = max(
         outcomes, key=lambda p: AES_ABSOLUTE(outcomes[p].accuracy, outcomes[p].mean_tokens, *whole)

@@ -30,7 +30,7 @@ from ospruner.eval.problems.registry import open_task, parse_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source, task_of
 from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings
-from ospruner.formats import guess, named
+from ospruner.formats import check_blanks, guess, named
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
@@ -375,6 +375,7 @@ def read_format(
     chosen = replace(chosen, step_tokens=chosen.step_tokens or step_tokens)
     if task is not None:
         chosen = task.shape(chosen)
+    check_blanks(tokenizer)
     return TokenFormat.compile(chosen, tokenizer)
 
 

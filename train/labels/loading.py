@@ -16,10 +16,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
 
-from modeling_ospruner.configuration_ospruner import check_place
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
-from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
+from ospruner.provenance import PROVENANCE_FILE, check_place, hash_of, is_hub_id
 
 from .folder import MANIFEST, data_hash, read_labels, read_manifests, refuse_other_data
 

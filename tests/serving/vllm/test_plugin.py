@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from ospruner.serving.launch import engine_options
-from ospruner.serving.requests import StopRequest
+from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
 from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...own_process import needs_vllm, run_checks

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.serving.requests import CALIBRATION_FIELDS
 from ospruner.serving.saved import saved_by
 
 from ...own_process import needs_vllm
