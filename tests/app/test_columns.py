@@ -1,7 +1,5 @@
 """The columns as HTML: escaped, lit by probability, with what was spared and saved."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Columns of a policy in this process: each is what `generate` writes."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,10 @@ from ospruner.app import local
 from ospruner.app.columns import AppColumn, Question
 from ospruner.app.local import LocalSource
 from ospruner.app.web import open_source, shown
-from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
+
+from ..chats import chat_batch
 
 TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 NEVER = {"mode": "threshold", "threshold": 1.0}
@@ -25,13 +24,7 @@ NEVER = {"mode": "threshold", "threshold": 1.0}
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     """A policy of every price that stops at about every second paragraph."""
-    return untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        init_bias=0.0,
-        base_model_name_or_path=str(REASONER),
-        tuning="layers",
-    )
+    return untrained(reasoner.model, reasoner.tokenizer, init_bias=0.0, tuning="layers")
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +40,7 @@ def asked(stop_policy: dict[str, Any] | None = None, **fields: Any) -> Question:
 def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> str:
     """What one generate writes by itself."""
     content = f"{question.text}\n\n{model.token_format.format.user_instruction}"
-    tokenizer: Any = model.tokenizer
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = chat_batch(model.tokenizer, [content])
     torch.manual_seed(question.seed)
     sampling: dict[str, Any] = {"do_sample": False}
     if question.temperature:
@@ -62,7 +49,7 @@ def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> s
     output = model.generate(
         **inputs, **sampling, stop_policy=stop_policy, max_new_tokens=question.max_tokens
     )
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+    return str(model.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
 def text_of(column: AppColumn) -> str:
@@ -134,11 +121,7 @@ def test_what_cannot_be_asked_says_what_to_do(source: LocalSource) -> None:
 
 def test_a_policy_folder_opens_with_its_base(reasoner: Reasoner, tmp_path: Path) -> None:
     untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        price_range=(1e-5, 1e-3),
-        base_model_name_or_path=str(REASONER),
-        tuning="layers",
+        reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3), tuning="layers"
     ).save_pretrained(tmp_path / "policy")
     opened = open_source(str(tmp_path / "policy"))
     assert (opened.policy, opened.positions, opened.prices) == ("policy", 1024, (0.0, 1e-3))

@@ -1,7 +1,5 @@
 """The page in a real browser; needs chromium."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

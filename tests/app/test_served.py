@@ -1,7 +1,5 @@
 """Both columns from a server; a stand-in speaks vLLM's part; the real one is slow."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ import pytest
 
 from ospruner.app.columns import Question
 from ospruner.app.served import ServedSource
-from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
@@ -164,13 +161,9 @@ def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
 @pytest.mark.slow
 def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        init_bias=0.0,
-        base_model_name_or_path=str(REASONER),
-        tuning="layers",
-    ).save_pretrained(folder)
+    untrained(reasoner.model, reasoner.tokenizer, init_bias=0.0, tuning="layers").save_pretrained(
+        folder
+    )
     text = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
     with serving(folder) as url:
         source = ServedSource(url)

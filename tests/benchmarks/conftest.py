@@ -1,7 +1,5 @@
 """Benchmarks as their users start them, in this process or in one of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The study of stops that are right more often than the full trace: its arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

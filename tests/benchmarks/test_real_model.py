@@ -1,7 +1,5 @@
 """The run on a pretrained model, as small as it goes, on SmolLM2-135M-Instruct."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The benchmarks do what they say, on little; their numbers are not looked at."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """What the benchmarks share: steps in turn, intervals, two checkouts in one run."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

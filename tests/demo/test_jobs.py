@@ -1,7 +1,5 @@
 """Jobs in processes of their own: results, progress, failure, and no life without the parent."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

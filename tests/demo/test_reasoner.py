@@ -3,8 +3,6 @@
 `pytest -s -m slow tests/demo/test_reasoner.py` prints them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `describe` says, and what it complains of."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

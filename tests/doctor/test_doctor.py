@@ -1,7 +1,5 @@
 """`ospruner doctor` on sound and broken bases and policies."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -162,11 +160,7 @@ def drop(name: str) -> Callable[[Path], None]:
             ["configuration"],
             "pip install -U 'ospruner>=99.0'",
         ),
-        (
-            within("reasoning_format", closing=None),
-            ["reasoning format"],
-            "'closing'",
-        ),
+        (within("reasoning_format", closing=None), ["reasoning format"], "'closing'"),
         (
             other_code,
             ["code"],

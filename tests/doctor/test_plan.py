@@ -1,7 +1,5 @@
 """`ospruner doctor BASE --plan` on three public configurations: no weights are there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

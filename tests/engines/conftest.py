@@ -1,29 +1,16 @@
 """What the tests of engines share: the embedded reasoner and greedy traces of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.engines.interface import (
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    Sampled,
-    SamplingSettings,
-)
+from ospruner.engines.interface import Engine, ForkedAnswer, ForkRequest, Sampled, SamplingSettings
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1

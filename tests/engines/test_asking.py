@@ -1,7 +1,5 @@
 """Which server does which request, whatever goes down when."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Engines over HTTP, against real servers on 127.0.0.1 that run the embedded reasoner."""
 
-from __future__ import annotations
-
 import string
 import sys
 from collections.abc import Iterator, Sequence

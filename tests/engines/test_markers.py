@@ -1,7 +1,5 @@
 """Ends of thinking that are several tokens, as engines find them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

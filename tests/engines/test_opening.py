@@ -1,7 +1,5 @@
 """Engines by name: their arguments as the command line gives them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
@@ -10,12 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ospruner.engines.opening import (
-    EngineOptions,
-    default_engine,
-    open_engine,
-    parse_arguments,
-)
+from ospruner.engines.opening import EngineOptions, default_engine, open_engine, parse_arguments
 from ospruner.engines.transformers.engine import TransformersEngine
 
 

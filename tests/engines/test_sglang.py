@@ -1,7 +1,5 @@
 """The SGLang engine against a real server, in the environment that `make test-sglang` makes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +10,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.engines.http import SGLangEngine
 
 from ..server_process import SGLANG_PYTHON, running_sglang
-from .conftest import (
-    GREEDY,
-    Traces,
-    check_agreement,
-    check_other_answers,
-    fork_all,
-    make_traces,
-)
+from .conftest import GREEDY, Traces, check_agreement, check_other_answers, fork_all, make_traces
 
 pytestmark = pytest.mark.skipif(
     SGLANG_PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"

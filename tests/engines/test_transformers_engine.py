@@ -1,7 +1,5 @@
 """The transformers engine: forks and traces against texts that are run anew for every token."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the transformers engine decodes with: choices, attention, batches of rows, memory."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A stream of traces through the transformers engine: forks beside sampling, places refilled."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -9,13 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
-from ospruner.engines import (
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    Sampled,
-    TransformersEngine,
-)
+from ospruner.engines import Engine, ForkedAnswer, ForkRequest, Sampled, TransformersEngine
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers import memory
 
@@ -113,9 +105,7 @@ def tokens_of(desk: Desk) -> dict[str, tuple[Sampled, list[tuple[list[int], str]
 
 @pytest.mark.parametrize("name", ["qwen2", "lfm2"])
 def test_tokens_are_those_of_sampling_and_forking_apart(
-    name: str,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
 ) -> None:
     base = make_base(name, tiny_tokenizer, fmt)
     expected = apart(TransformersEngine(base, tiny_tokenizer), fmt)
@@ -133,8 +123,7 @@ def test_tokens_are_those_of_sampling_and_forking_apart(
 
 
 def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
+    tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
 ) -> None:
     base = make_base("qwen2", tiny_tokenizer, fmt)
     engine, desk = TransformersEngine(base, tiny_tokenizer, 8, fork_tokens=150), Desk(11)
@@ -149,9 +138,7 @@ def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(
 
 
 def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, desk = make_base("qwen2", tiny_tokenizer, fmt), Desk(12)
     row = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25  # bytes, as of the test of memory and rows
@@ -168,9 +155,7 @@ def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
 
 
 def test_what_cannot_be_sampled_or_forked_fails_alone(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_base("qwen2", tiny_tokenizer, fmt)
     expected = apart(TransformersEngine(base, tiny_tokenizer), fmt)

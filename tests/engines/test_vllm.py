@@ -1,7 +1,5 @@
 """The vLLM engine: without vLLM its refusals, with it the checks of vllm_checks.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

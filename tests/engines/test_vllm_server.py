@@ -1,7 +1,5 @@
 """The endpoints engine against vLLM's real server: minutes to start, hence slow."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -14,13 +12,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.engines.http import OpenAIEngine
 
 from ..server_process import free_port, running_server
-from .conftest import (
-    GREEDY,
-    Traces,
-    check_agreement,
-    check_other_answers,
-    fork_all,
-)
+from .conftest import GREEDY, Traces, check_agreement, check_other_answers, fork_all
 
 pytestmark = [
     pytest.mark.slow,

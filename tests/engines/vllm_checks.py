@@ -1,7 +1,5 @@
 """vLLM on the embedded reasoner; test_vllm.py runs these tests in a process of their own."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator
@@ -17,14 +15,7 @@ from ospruner.engines import ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
 from ospruner.formats import DEEPSEEK_R1
 
-from .conftest import (
-    GREEDY,
-    check_agreement,
-    check_choices,
-    choose_all,
-    fork_all,
-    make_traces,
-)
+from .conftest import GREEDY, check_agreement, check_choices, choose_all, fork_all, make_traces
 
 LONGEST = 6144  # tokens of prompt and trace in the test of costs
 

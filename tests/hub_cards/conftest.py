@@ -1,7 +1,5 @@
 """The local Hub, one a test module, this process on it, and fresh processes that use it."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -22,8 +20,7 @@ from ospruner.provenance import provenance
 from ospruner.train.untrained import untrained
 
 from ..made_results import make_result
-from .local_hub import TOKEN, LocalHub
-from .repositories import Repo
+from .local_hub import TOKEN, LocalHub, Repo
 
 WITHOUT_PACKAGE = """
 import importlib.util, sys

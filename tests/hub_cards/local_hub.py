@@ -13,22 +13,121 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from huggingface_hub import RepoCard
 
-from .repositories import LFS_SUFFIXES, Commit, File, Repo
-
+NOW = datetime(2026, 11, 21, tzinfo=UTC).isoformat().replace("+00:00", ".000Z")
+LFS_SUFFIXES = (".safetensors", ".parquet", ".png", ".bin", ".gz")  # as in .gitattributes
 TOKEN = "hf_" + "LocalHubTestToken" * 2
 CHUNK = 1 << 14
 KINDS = {"models": "model", "datasets": "dataset"}
 FOLDERS = {"model": "", "dataset": "datasets/"}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a commit."""
+
+    content: bytes
+    lfs: bool
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def git_oid(self) -> str:
+        """Git's name of the blob; of an LFS file that of its pointer, in git itself."""
+        content = self.content
+        if self.lfs:
+            content = f"oid sha256:{self.sha256}\nsize {len(content)}\n".encode()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.git_oid
+
+    def entry(self, path: str) -> dict[str, object]:
+        """The file as /tree and /paths-info list it."""
+        entry: dict[str, object] = {
+            "type": "file",
+            "path": path,
+            "size": len(self.content),
+            "oid": self.git_oid,
+        }
+        if self.lfs:
+            entry["lfs"] = {"oid": self.sha256, "size": len(self.content), "pointerSize": 134}
+        return entry
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A state of a repository."""
+
+    oid: str
+    title: str
+    files: Mapping[str, File]
+
+
+@dataclass
+class Repo:
+    """A repository: commits by their hash, and names for some of them."""
+
+    kind: str  # "model" or "dataset"
+    id: str
+    private: bool = False
+    gated: bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)  # branches and tags
+    lfs: dict[str, bytes] = field(default_factory=dict)  # uploaded, by sha256
+
+    def __post_init__(self) -> None:
+        self.commit(
+            "initial commit", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)}
+        )
+
+    def commit(self, title: str, files: Mapping[str, File], branch: str = "main") -> Commit:
+        parent = self.refs.get(branch, "")
+        names = [f"{path} {files[path].etag}" for path in sorted(files)]
+        oid = hashlib.sha1("\n".join([self.id, parent, title, *names]).encode()).hexdigest()
+        self.commits[oid] = Commit(oid, title, dict(files))
+        self.refs[branch] = oid
+        return self.commits[oid]
+
+    def at(self, revision: str) -> Commit | None:
+        return self.commits.get(self.refs.get(revision, revision))
+
+    @property
+    def head(self) -> Commit:
+        return self.commits[self.refs["main"]]
+
+    def info(self, commit: Commit) -> dict[str, object]:
+        """The repository as /api/models/ID describes it."""
+        card = commit.files.get("README.md")
+        return {
+            "id": self.id,
+            "sha": commit.oid,
+            "private": self.private,
+            "gated": "auto" if self.gated else False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "lastModified": NOW,
+            "createdAt": NOW,
+            "cardData": RepoCard(card.content.decode()).data.to_dict() if card else None,
+            "siblings": [{"rfilename": path} for path in sorted(commit.files)],
+        }
 
 
 class HubError(Exception):
@@ -42,16 +141,15 @@ class HubError(Exception):
 
 @dataclass
 class Cut:
-    """A connection to break: the first `times` requests that match, after so many body bytes.
+    """A connection to break: of the first `times` requests that match.
 
-    `when`: "either" counts the bytes of request and answer, "answering" those of the answer.
+    `after_bytes` of the answer; None: the request itself is lost; -1: the whole answer is.
     """
 
     method: str
-    path: str
-    after_bytes: int
+    path: str  # a regular expression
+    after_bytes: int | None
     times: int
-    when: str
 
 
 class LocalHub:
@@ -106,16 +204,9 @@ class LocalHub:
         repo.commit("add files", {**repo.head.files, **files})
         return repo
 
-    def cut(
-        self,
-        method: str,
-        path: str,
-        after_bytes: int = 0,
-        times: int = 1,
-        when: Literal["either", "answering"] = "either",
-    ) -> None:
-        """Breaks the next `times` connections of a method to a path (a regular expression)."""
-        self._cuts.append(Cut(method, path, after_bytes, times, when))
+    def cut(self, method: str, path: str, after_bytes: int | None = None, times: int = 1) -> None:
+        """Breaks the next `times` connections of a method to a path; see `Cut`."""
+        self._cuts.append(Cut(method, path, after_bytes, times))
 
     def stop_cutting(self) -> None:
         self._cuts.clear()
@@ -171,28 +262,19 @@ def _application(hub: LocalHub) -> Any:
         transport = receive.__self__.transport  # uvicorn's, of this very connection
         passed = 0
 
-        def count(body: bytes) -> None:
+        async def counted(message: Any) -> None:
             nonlocal passed
-            passed += len(body)
+            passed += len(message.get("body", b""))
             if passed > cut.after_bytes:
                 transport.abort()
                 raise ConnectionAbortedError
+            await send(message)
 
-        async def counted_receive() -> Any:
-            message = await receive()
-            if cut.when == "either":
-                count(message.get("body", b""))
-            return message
-
-        async def counted_send(message: Any) -> None:
-            if cut.after_bytes >= 0:
-                await send(message)
-            count(message.get("body", b""))
-
-        try:
-            await app(scope, counted_receive, counted_send)
-        except ConnectionAbortedError:
+        if cut.after_bytes is None:
+            transport.abort()
             return
+        with suppress(ConnectionAbortedError):
+            await app(scope, receive, counted)
 
     return with_cuts
 
@@ -273,12 +355,6 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
     async def info(request: Request, revision: str = "main") -> Any:
         repo = hub.find(request)
         return repo.info(hub.commit_of(repo, revision))
-
-    @app.get("/api/{kinds}/{org}/{name}/refs")
-    async def refs(request: Request) -> Any:
-        repo = hub.find(request)
-        main = {"name": "main", "ref": "refs/heads/main", "targetCommit": repo.refs["main"]}
-        return {"branches": [main], "tags": [], "converts": []}
 
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}")
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}/{folder:path}")

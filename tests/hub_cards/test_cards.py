@@ -1,7 +1,5 @@
 """The policy card: its metadata, its snippet and its numbers come from the folder."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

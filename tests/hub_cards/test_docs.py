@@ -4,8 +4,6 @@ Names of real models and problems are replaced by the embedded reasoner's; each 
 be needed, so that a page cannot drift from what is run here.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -19,8 +17,7 @@ from ospruner.demo.shipped import draw_split
 
 from ..conftest import DemoRun
 from .conftest import Run, Stranger
-from .local_hub import LocalHub
-from .repositories import Repo
+from .local_hub import LocalHub, Repo
 
 BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on 40 of its own

@@ -1,7 +1,5 @@
 """A published policy in other hands: fresh processes, empty caches, our package not importable."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -9,11 +7,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.hub_cards.verify import fetch
 
 from .conftest import Run, Stranger
-from .local_hub import LocalHub
-from .repositories import File, Repo
+from .local_hub import File, LocalHub, Repo
 
 USE = """
 import json, re, sys, torch
@@ -31,6 +29,7 @@ for auto in (AutoModel, AutoModelForCausalLM):
     assert "transformers_modules" in type(model).__module__, type(model).__module__
     ends = [model.token_format.step_ends(one["trace_ids"]) for one in probes]
     out[auto.__name__] = [len(one) for one in ends]
+model.save_pretrained(f"{result}-again")
 assert "modeling_ospruner" not in sys.modules
 for name, revision in json.loads(attempts):
     try:
@@ -83,6 +82,8 @@ def test_a_stranger_uses_it_by_its_card(
     attempts = json.dumps([attempt.split() for attempt in says])
     stranger(USE, "org/policy", attempts, str(result))
     found = json.loads(result.read_text())
+    again = {path.name for path in (tmp_path / "result.json-again").iterdir()}
+    assert again >= {*FLAT_FILES, "model.safetensors"}, "saved by the repository's own code"
     stored = json.loads(published.head.files["probes.json"].content)["probes"]
     for auto in ("AutoModel", "AutoModelForCausalLM"):
         assert found[auto] == [len(one["stop_probabilities"]) for one in stored]
@@ -108,22 +109,6 @@ def test_verify_accepts_it_and_finds_what_was_changed(
     assert "the code was run" not in said
     with pytest.raises(ValueError, match="org/nowhere, which is no folder here, is not on the Hub"):
         run("ospruner verify org/nowhere")
-
-
-def test_dry_run_sends_nothing(
-    hub: LocalHub, base_repo: Repo, policy_dir: Path, run: Run, tmp_path: Path
-) -> None:
-    hub.requests.clear()
-    pinned, out = list(base_repo.commits)[1], tmp_path / "out"
-    said = run(
-        f"ospruner publish {policy_dir} org/dry --base org/base --base-revision {pinned} "
-        f"--dry-run --out {out}"
-    )
-    assert f"Nothing was sent. The folder: {out}" in said
-    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
-    assert sizes["model.safetensors"] > 1_000_000
-    assert "1.6 MB" in said
-    assert hub.requests == []
 
 
 def test_verify_says_when_the_hub_cannot_be_reached(api: HfApi) -> None:

@@ -1,7 +1,5 @@
 """Publishing labels: both configurations, splits, a card with the schema column by column."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.store import Chunk, LabelStore
 
 from .conftest import Stranger
-from .local_hub import LocalHub
-from .repositories import Repo
+from .local_hub import LocalHub, Repo
 
 LOAD = """
 import json, sys
@@ -99,12 +96,7 @@ def release(pinned: Repo, **changes: Any) -> Release:
 
 
 def test_both_configurations_load_elsewhere(
-    api: HfApi,
-    hub: LocalHub,
-    base_repo: Repo,
-    labels_dir: Path,
-    tmp_path: Path,
-    stranger: Stranger,
+    api: HfApi, hub: LocalHub, base_repo: Repo, labels_dir: Path, tmp_path: Path, stranger: Stranger
 ) -> None:
     unsaid = stage(labels_dir, tmp_path / "unsaid", release(base_repo), api)
     assert any("no licence is stated" in remark for remark in unsaid.remarks)

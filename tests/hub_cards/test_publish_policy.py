@@ -1,7 +1,5 @@
 """Publishing a policy: exactly its files, in one commit, or nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -21,8 +19,7 @@ from ospruner.hub_cards.staging import Published, code_files
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.provenance import read_provenance
 
-from .local_hub import TOKEN, LocalHub
-from .repositories import Repo
+from .local_hub import TOKEN, LocalHub, Repo
 
 
 @pytest.fixture
@@ -157,18 +154,18 @@ def test_a_broken_upload_is_retried_or_leaves_no_trace(
     def send_it() -> Published:
         return send(staged, "org/torn", False, publisher.api)
 
-    hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=99)
+    hub.cut("PUT", "org/torn/lfs", times=99)
     with pytest.raises(ConnectionError, match="org/torn failed .*: it went up whole or not at all"):
         send_it()
     repo = hub.repos["model", "org/torn"]
     assert list(repo.head.files) == [".gitattributes"]
     hub.stop_cutting()
-    hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=1)
-    hub.cut("POST", "org/torn/commit", after_bytes=1000)
+    hub.cut("PUT", "org/torn/lfs")
+    hub.cut("POST", "org/torn/commit")
     with pytest.raises(ConnectionError, match="it went up whole or not at all; run the same"):
         send_it()
     assert len(repo.commits) == 1
-    hub.cut("POST", "org/torn/commit", after_bytes=-1, when="answering")
+    hub.cut("POST", "org/torn/commit", after_bytes=-1)
     with pytest.raises(ConnectionError, match="run the same command again"):
         send_it()
     assert len(repo.commits) == 2

@@ -1,7 +1,5 @@
 """Each file of a published policy changed, removed, or joined by another: named, one by one."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from ospruner.hub_cards.publish import Release, stage
 from ospruner.hub_cards.verify import fetch, verify_folder
 
 from ..conftest import Fuzzed
-from .local_hub import LocalHub
-from .repositories import Repo
+from .local_hub import LocalHub, Repo
 
 NOT_VERIFIED = ("README.md", ".gitattributes")  # the owner may edit the card on the Hub
 RECORD = "provenance.json"  # holds the others' hashes: it cannot vouch for its own bytes

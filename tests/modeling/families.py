@@ -1,7 +1,5 @@
 """Every family that people reason with: tiny random bases, one of each, from configurations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

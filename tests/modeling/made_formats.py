@@ -1,7 +1,5 @@
 """Formats made by hand, of tokens that no tokenizer has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,14 +1,9 @@
 """A policy's repository on a base that is loaded already: `base.generate(custom_generate=...)`."""
 
-from __future__ import annotations
-
 import functools
 import gc
-import json
 import os
-import subprocess
 import sys
-import sysconfig
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModel,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedTokenizerFast,
@@ -26,12 +20,12 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.custom_generate_ospruner import generate
-from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.rules import AnswerEntropy, StopRule
 from ospruner.train.untrained import untrained
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14]])
 MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+Saved = tuple[OSPrunerForCausalLM, str]  # a policy and its folder
 ARGUMENTS: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 40}
 
 
@@ -40,7 +34,7 @@ def saved(
     tiny_base_dir: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[OSPrunerForCausalLM, str]:
+) -> Saved:
     """A policy that stops here and there, and the folder in which it is saved."""
     base = load_base(tiny_base_dir)
     model = untrained(base, tiny_tokenizer, tuning="layers")
@@ -55,14 +49,11 @@ def saved(
 def load_base(folder: Path) -> Qwen2ForCausalLM:
     """The tiny base, greedy; its paragraphs end often, so that there is something to decide."""
     base = Qwen2ForCausalLM.from_pretrained(folder)
-    base.generation_config.sequence_bias = sequence_bias(folder)
-    return base
-
-
-def sequence_bias(folder: Path) -> list[Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))]))
-    return [[[i], 6.0] for i, text in texts if "\n\n" in text and text.strip()]
+    ends = [i for i, text in texts if "\n\n" in text and text.strip()]
+    base.generation_config.sequence_bias = [[[i], 6.0] for i in ends]
+    return base
 
 
 def records_of(base: Any) -> list[Any]:
@@ -90,7 +81,7 @@ def on_base(base: Any, folder: str, **arguments: Any) -> Any:
     ids=["default", "dict", "config", "rule", "off"],
 )
 def test_same_tokens_and_records_as_the_class(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, stop_policy: Any
+    saved: Saved, tiny_base_dir: Path, stop_policy: Any
 ) -> None:
     model, folder = saved
     base = load_base(tiny_base_dir)
@@ -113,9 +104,7 @@ def test_same_tokens_and_records_as_the_class(
     assert [vars(record) for record in output.stop] == records
 
 
-def test_the_base_stays_as_it_was(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
-) -> None:
+def test_the_base_stays_as_it_was(saved: Saved, tiny_base_dir: Path) -> None:
     _, folder = saved
     base = load_base(tiny_base_dir).train()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -138,7 +127,7 @@ def loaded_policies() -> Any:
 
 
 def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
+    saved: Saved, tiny_base_dir: Path
 ) -> None:
     model, folder = saved
     base = load_base(tiny_base_dir)
@@ -164,7 +153,7 @@ def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
 
 
 def test_wrappers_may_stand_between(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, tiny_base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a decorator that times it, which knows nothing of the repository."""
     model, folder = saved
@@ -191,9 +180,7 @@ def test_wrappers_may_stand_between(
     assert torch.equal(found, model.generate(PROMPT, stop_policy=True, **ARGUMENTS))
 
 
-def test_what_cannot_work_is_refused(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
-) -> None:
+def test_what_cannot_work_is_refused(saved: Saved, tiny_base_dir: Path) -> None:
     model, folder = saved
     base = load_base(tiny_base_dir)
     with pytest.raises(ValueError, match="is a folder, which has none: leave revision out"):
@@ -208,61 +195,3 @@ def test_what_cannot_work_is_refused(
     other = Qwen2ForCausalLM(config)
     with pytest.raises(ValueError, match="hidden_size 64 where the policy needs 32"):
         on_base(other, folder)
-
-
-WITHOUT_PACKAGE = """
-import importlib.util, json, sys
-base_folder, folder, packages, result, bias = sys.argv[1:]
-sys.path.append(packages)
-for name in ("modeling_ospruner", "ospruner"):
-    assert importlib.util.find_spec(name) is None, name
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-base = AutoModelForCausalLM.from_pretrained(base_folder)
-prompt = torch.tensor([[5, 6, 7, 8, 9, 10]])
-arguments = {"max_new_tokens": 40, "sequence_bias": json.loads(bias)}
-custom = {"custom_generate": folder, "trust_remote_code": True}
-torch.manual_seed(0)
-out = {"custom": base.generate(prompt, **custom, **arguments).tolist()}
-out["steps"] = len(base.last_stop[0].step_ends)
-for auto in (AutoModel, AutoModelForCausalLM):
-    model = auto.from_pretrained(folder, trust_remote_code=True)
-    assert "transformers_modules" in type(model).__module__, type(model).__module__
-    assert "generate" not in vars(model)
-    assert "generate" not in vars(model.base)
-    torch.manual_seed(0)
-    out[auto.__name__] = model.generate(prompt, stop_policy=True, **arguments).tolist()
-model.save_pretrained(folder + "-again")
-assert "modeling_ospruner" not in sys.modules
-open(result, "w").write(json.dumps(out))
-"""
-
-
-def test_in_a_process_without_the_package(
-    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, tmp_path: Path
-) -> None:
-    """-S skips the .pth files that make the editable install importable, -I the current folder."""
-    model, folder = saved
-    packages, result = sysconfig.get_paths()["purelib"], tmp_path / "result.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE),
-            *(str(tiny_base_dir), folder, packages, str(result)),
-            json.dumps(sequence_bias(tiny_base_dir)),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Do you wish to run the custom code?" not in done.stdout
-    found = json.loads(result.read_text())
-    torch.manual_seed(0)
-    wanted = model.generate(PROMPT[:1], stop_policy=True, max_new_tokens=40).tolist()
-    assert found["custom"] == found["AutoModel"] == found["AutoModelForCausalLM"] == wanted
-    assert found["steps"] > 0
-    again = Path(folder + "-again")
-    assert {path.name for path in again.iterdir()} >= {*FLAT_FILES, "model.safetensors"}
-    assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM

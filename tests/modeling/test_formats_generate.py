@@ -1,7 +1,5 @@
 """Formats inside generate: a model that writes what a script says, and what is forced after it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +14,8 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.train.untrained import untrained
+
+from ..chats import chat_ids
 
 NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
 ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
@@ -97,9 +97,7 @@ def write(
     **settings: Any,
 ) -> tuple[str, Any]:
     """What is written after the prompt, and the record."""
-    chat = [{"role": "user", "content": "2 + 3?"}]
-    template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
-    prompt = tokens(model, str(model.tokenizer.apply_chat_template(chat, **template)) + prefill)
+    prompt = chat_ids(model.tokenizer, "2 + 3?", prefill)
     ids = tokens(model, script)
     output = model.generate(
         torch.tensor([prompt]),

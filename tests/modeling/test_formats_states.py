@@ -1,20 +1,12 @@
 """The states that watch tokens: channels, markers of several tokens, the box's end."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
-import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import (
     BoundaryState,
@@ -27,6 +19,7 @@ from modeling_ospruner.formats_ospruner import (
 )
 from ospruner.formats import HARMONY, follow
 
+from ..chats import chat_ids
 from .made_formats import boundaries, made_format, made_marker
 from .test_formats_generate import TEXTUAL
 
@@ -251,32 +244,16 @@ def check_real(tokenizer: PreTrainedTokenizerBase) -> None:
         assert tokenizer.decode(row[: state.thinking_tokens]) == kept
 
 
-def test_with_r1_s_tokenizer(real_r1: tuple[PreTrainedTokenizerBase, TokenFormat]) -> None:
-    check_real(real_r1[0])
+@pytest.mark.parametrize("name", ["real_r1", "real_harmony"])
+def test_with_a_real_tokenizer(name: str, request: pytest.FixtureRequest) -> None:
+    check_real(request.getfixturevalue(name)[0])
+
+
+def test_a_marker_of_turns_is_one_token(
+    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat],
+) -> None:
     with pytest.raises(ValueError, match="turn of several messages it must be one token"):
         TokenFormat.compile(HARMONY, real_r1[0])
-
-
-def test_with_gpt_oss_s_tokenizer(
-    real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
-) -> None:
-    check_real(real_harmony[0])
-
-
-@pytest.mark.parametrize("variable", ["OSPRUNER_SMOLLM2", "OSPRUNER_QWEN_CODER"])
-def test_with_an_instruct_model_s_tokenizer(variable: str) -> None:
-    folder = os.environ.get(variable)
-    if folder is None:
-        pytest.skip(f"{variable} names no folder of the model")
-    tokenizer = AutoTokenizer.from_pretrained(Path(folder))
-    check_real(tokenizer)
-    end = ReasoningFormat("r1", "", "</think>", "</think>\n\n", "\\boxed{", "<think>")
-    fmt = TokenFormat.compile(end, tokenizer)
-    assert fmt.end_marker is not None  # the vocabulary lacks it
-    ids = token_ids(tokenizer, "<think>\nOne.\n\nTwo.\n</think>\n\n5")
-    kept = str(tokenizer.decode(ids[: follow(fmt, [], ids).thinking_tokens]))
-    assert kept.startswith("<think>\nOne.\n\nTwo")
-    assert "</" not in kept
 
 
 @pytest.fixture
@@ -287,9 +264,7 @@ def tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, more: str = "") -> list[int]:
-    chat = [{"role": "user", "content": "<reason>2 + 3?</reason>"}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return token_ids(tokenizer, f"{text}{more}")
+    return chat_ids(tokenizer, "<reason>2 + 3?</reason>", more)
 
 
 def test_where_a_prompt_s_thinking_begins(tokenizer: PreTrainedTokenizerFast) -> None:

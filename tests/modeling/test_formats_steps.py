@@ -1,7 +1,5 @@
 """Where steps end, also in prose; what formats and tokenizers are refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -11,26 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import (
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import (
-    BoundaryState,
-    ReasoningFormat,
-    TokenFormat,
-    kind_of,
-)
+from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat, kind_of
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN, PRESETS, QWEN3, guess
-from ospruner.scoring import stop_logits
-from ospruner.train.untrained import untrained
 
 from .made_formats import boundaries, made_format
 
@@ -163,28 +148,9 @@ def test_tokenizer_without_marker_is_refused() -> None:
         TokenFormat.compile(DEEPSEEK_R1, plain)
 
 
-def test_tiny_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    fmt = TokenFormat.compile(guess(tiny_tokenizer), tiny_tokenizer)
-    assert fmt.format == DEEPSEEK_R1
-    assert tiny_tokenizer.decode(fmt.forced_suffix("forced")) == "</think>\n\n\\boxed{"
-    assert tiny_tokenizer.decode(fmt.forced_suffix("free")) == "</think>\n\n"
-    chat = [{"role": "user", "content": "What does </think> mean?\n\nTell me."}]
-    text = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    prompt = tiny_tokenizer.encode(text, add_special_tokens=False)
-    assert not fmt.thinking_span(prompt).closed
-    assert fmt.thinking_span([*prompt, *fmt.closing_ids]).closed
-    answer = tiny_tokenizer.encode("So 3", add_special_tokens=False)
-    assert fmt.thinking_span([*prompt, *fmt.closing_ids, *answer]).closed
-
-
 REAL = [
     ("deepseek-r1-distill-qwen", "real_r1", DEEPSEEK_R1, ["<think>"]),
-    (
-        "gpt-oss-o200k-harmony",
-        "real_harmony",
-        HARMONY,
-        ["<|channel|>", "<|start|>", "<|message|>"],
-    ),
+    ("gpt-oss-o200k-harmony", "real_harmony", HARMONY, ["<|channel|>", "<|start|>", "<|message|>"]),
 ]
 
 
@@ -292,24 +258,3 @@ def test_what_goes_on_over_a_blank_line(pieces: list[str], ends: list[int]) -> N
     assert pushed(pieces) == ends
     breaks = [i for i in range(len(pieces)) if "\n\n" in pieces[i]]
     assert pushed(pieces, prose=False)[-1:] == breaks[-1:]  # elsewhere each of them counts
-
-
-@pytest.fixture
-def model(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> OSPrunerForCausalLM:
-    return untrained(tiny_base, tiny_tokenizer, reasoning_format=PLAIN, tuning="layers")
-
-
-def test_the_thinking_begins_with_the_turn(model: OSPrunerForCausalLM) -> None:
-    assert model.tokenizer is not None
-    chat = [{"role": "user", "content": "2 + 3?"}]
-    prompt = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = model.tokenizer.encode(str(prompt), add_special_tokens=False)
-    begun = model.tokenizer.encode("It is.\n\nSo", add_special_tokens=False)
-    fmt = model.token_format
-    assert fmt.thinking_span(ids) == (len(ids), len(ids), False)
-    assert fmt.thinking_span([*ids, *begun]) == (len(ids), len(ids) + len(begun), False)
-    assert fmt.thinking_span([*ids, *begun, *fmt.eos_ids]).closed
-    assert fmt.reentry_ids == ()
-    assert torch.isfinite(stop_logits(model, torch.tensor([[*ids, *begun]]))).all()

@@ -1,7 +1,5 @@
 """Generate with a stop policy on tiny bases, and in transformers' own pipeline."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ from modeling_ospruner import OSPrunerForCausalLM, uniform
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import untrained
+
+from ..chats import chat_batch
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -55,16 +55,7 @@ def break_ids(model: OSPrunerForCausalLM) -> list[int]:
 def prompts(model: OSPrunerForCausalLM, batch: int) -> dict[str, torch.Tensor]:
     """Left-padded prompts of different lengths."""
     questions = ["Ann has 3 apples" + " and buys 4 more" * (i % 3) for i in range(batch)]
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
-        for text in questions
-    ]
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+    return chat_batch(model.tokenizer, questions)
 
 
 def run(model: OSPrunerForCausalLM, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
@@ -186,38 +177,6 @@ def test_online_probabilities_equal_one_offline_pass(
         for i, (a, b) in enumerate(zip(online, offline, strict=True))
     )
     assert changed <= (0 if dtype == torch.float32 else 0.05 * len(online))
-
-
-def test_sampled_decisions_follow_the_counter_based_draws(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 8)
-    run(model, inputs, stop_policy={"seed": 7, "first_sample_index": 100}, **SAMPLED)
-    for row, record in enumerate(model.last_stop):
-        stops = [
-            uniform(7, 100 + row, step) < probability
-            for step, probability in enumerate(record.probabilities)
-        ]
-        assert stops == [False] * (len(stops) - 1) + [record.reason == "policy"]
-
-
-def test_natural_ends_are_forced_too(model: OSPrunerForCausalLM) -> None:
-    model.base.generation_config.sequence_bias = {
-        (model.token_format.think_end_id,): 14.0,
-        (model.base.generation_config.eos_token_id,): -30.0,
-    }
-    inputs = prompts(model, 8)
-    plain = run(model, inputs, **SAMPLED)
-    settings = {"mode": "threshold", "threshold": 1.0}
-    pruned = run(model, inputs, stop_policy=settings, **SAMPLED)
-    width, forced = inputs["input_ids"].shape[1], model.token_format.forced_suffix()
-    natural = [i for i, record in enumerate(model.last_stop) if record.reason == "natural"]
-    assert natural
-    for row in natural:
-        kept = model.last_stop[row].thinking_tokens + 1  # the marker is the model's own
-        assert torch.equal(pruned[row, width : width + kept], plain[row, width : width + kept])
-        after = pruned[row, width + kept - 1 :].tolist()
-        assert after[: len(forced)] == forced[: len(after)]
-    free = run(model, inputs, stop_policy={**settings, "answer": "free"}, **SAMPLED)
-    assert torch.equal(free, plain)
 
 
 @pytest.mark.parametrize("where", ["head", "layers"])

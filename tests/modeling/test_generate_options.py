@@ -1,13 +1,9 @@
 """What generate's options and surroundings do to a stop policy, on the embedded reasoner."""
 
-from __future__ import annotations
-
-import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +13,19 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
-    TextStreamer,
 )
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
-from ospruner.rules import AnswerEntropy, Budget
+from ospruner.rules import AnswerEntropy
 from ospruner.rules.live import generate_with_rule
 from ospruner.train.untrained import untrained
+
+from ..chats import chat_batch
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -51,25 +47,10 @@ def with_policy(base: Any, reasoner: Reasoner) -> OSPrunerForCausalLM:
     return model
 
 
-def inputs_for(model: OSPrunerForCausalLM, batch: int, more: str = "") -> dict[str, torch.Tensor]:
-    """Left-padded prompts, each going on with `more`."""
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    texts = [
-        str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": user_message(problem, model.token_format.format)}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
-        + more
-        for problem in draw_split("test", batch, 0)
-    ]
-    encoded = tokenizer(
-        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-    )
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+def inputs_for(model: OSPrunerForCausalLM, batch: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts."""
+    problems, fmt = draw_split("test", batch, 0), model.token_format.format
+    return chat_batch(model.tokenizer, [user_message(problem, fmt) for problem in problems])
 
 
 def run(model: Any, inputs: dict[str, Any], new: int = 60, **kwargs: Any) -> torch.Tensor:
@@ -127,36 +108,6 @@ def test_an_answer_does_not_open_the_thinking_again(
     assert not (masked == start).any()
     free = run(model, inputs, stop_policy={**settings, "mask_reentry": False}, **how)
     assert (free == start).any(-1).all()
-
-
-def test_a_natural_end_with_a_free_answer_is_plain_generate(model: OSPrunerForCausalLM) -> None:
-    """Nothing was forced: an answer that thinks again is the model's own, and counts."""
-    fmt = model.token_format
-    end = Prefer(fmt.think_end_id, lambda ids: torch.full((len(ids),), ids.shape[1] % 7 == 0))
-    again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
-    inputs = inputs_for(model, 2)
-    how: dict[str, Any] = {"logits_processor": [end, again]}
-    assert torch.equal(run(model, inputs, stop_policy=NEVER, **how), run(model, inputs, **how))
-    assert [record.reason for record in model.last_stop] == ["length"] * 2
-    assert [record.thinking_tokens for record in model.last_stop] == [60] * 2
-
-
-def _at_width(width: int, ids: torch.Tensor) -> torch.Tensor:
-    return torch.full((len(ids),), ids.shape[1] == width)
-
-
-def test_a_prefilled_thinking_goes_on(model: OSPrunerForCausalLM) -> None:
-    """Its text counts for where steps end, its tokens do not count."""
-    assert model.tokenizer is not None
-    (newline,) = model.tokenizer.encode("\n", add_special_tokens=False)
-    for more, is_step in (("3+4=7.\n", True), ("3+4=7.\n\n", False), ("", False)):
-        inputs = inputs_for(model, 1, more)
-        width = inputs["input_ids"].shape[1]
-        first = Prefer(newline, partial(_at_width, width))
-        run(model, inputs, stop_policy=NEVER, logits_processor=[first], new=30)
-        record = model.last_stop[0]
-        assert (record.step_ends[:1] == [1]) == is_step
-        assert record.thinking_tokens <= 30
 
 
 def test_nothing_is_forced_into_a_prefilled_reply(model: OSPrunerForCausalLM) -> None:
@@ -220,38 +171,6 @@ def test_stop_strings_end_answers_and_cut_no_thinking(model: OSPrunerForCausalLM
     assert plain.shape[1] < len(ended[0])  # which would have ended in the thinking
 
 
-def test_text_is_streamed_as_it_is_returned(model: OSPrunerForCausalLM) -> None:
-    said: list[str] = []
-
-    class Keep(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            said.append(text)
-
-    output = run(
-        model,
-        inputs_for(model, 1),
-        stop_policy=ALWAYS,
-        streamer=Keep(model.tokenizer, skip_prompt=True),
-    )
-    assert model.tokenizer is not None
-    assert "".join(said) == model.tokenizer.decode(output[0])
-    assert "</think>\n\n\\boxed{" in "".join(said)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(reasoner: Reasoner, dtype: torch.dtype) -> None:
-    base = torch.nn.Module.to(copy.deepcopy(reasoner.model), dtype)
-    half = with_policy(base, reasoner)
-    inputs = inputs_for(half, 3)
-    plain = run(half, inputs)
-    for policy in ({"seed": 1}, AnswerEntropy(0.3)):
-        pruned = run(half, inputs, stop_policy=policy)
-        assert "policy" in [record.reason for record in half.last_stop]
-        for row, record in enumerate(half.last_stop):
-            kept = record.thinking_tokens
-            assert torch.equal(pruned[row, :kept], plain[row, :kept])
-
-
 def test_a_dispatched_base_with_a_rule(reasoner: Reasoner, tmp_path: Path) -> None:
     """A device map with a layer that is read from disk at each forward."""
     names = ("embed_tokens", "norm", "rotary_emb", *(f"layers.{i}" for i in range(6)))
@@ -306,55 +225,6 @@ def outcome(
     """What is generated, and what is told of it."""
     texts = run(model, inputs_for(model, rows), new=40, stop_policy=settings, **how)
     return texts.tolist(), [(one.reason, one.step_ends) for one in model.last_stop]
-
-
-# Of each setting: others that give it a meaning, and two values of it that must differ in effect.
-CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    "mode": ({"seed": 0}, "sample", "threshold"),
-    "threshold": ({}, 0.0, 1.0),
-    "price": ({"seed": 0}, 0.0, 0.1),
-    "max_loss": ({}, 0.01, 0.02),
-    "seed": ({"mode": "sample"}, 0, 1),
-    "first_sample_index": ({"mode": "sample", "seed": 0}, 0, 4),
-    "min_thinking_tokens": (ALWAYS, 0, 30),
-    "max_thinking_tokens": (NEVER, None, 5),
-    "answer": (ALWAYS, "forced", "free"),
-    "wind_down": (ALWAYS, None, "So:"),
-    "max_answer_tokens": (ALWAYS, None, 1),
-    "answer_do_sample": (ALWAYS, False, True),
-    "mask_reentry": (ALWAYS, True, False),
-    "rule": ({"max_answer_tokens": 3}, None, Budget(1)),
-}
-
-
-def test_every_setting_of_generate_changes_something(
-    model: OSPrunerForCausalLM, as_made: OSPrunerConfig
-) -> None:
-    as_made.calibrations = [
-        {"max_loss": loss, "confidence": 0.95, "price": None}
-        | {"mode": "threshold", "threshold": threshold}
-        for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
-    ]
-    assert model.tokenizer is not None
-    priced = untrained(
-        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
-    )
-    fmt = model.token_format
-    again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
-    hot = {**SAMPLED, "temperature": 20.0}
-    how: dict[str, dict[str, Any]] = {
-        "answer_do_sample": hot,
-        "mask_reentry": {"logits_processor": [again]},
-    }
-    drawn = ("mode", "price", "seed", "first_sample_index", "answer_do_sample")
-    assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
-    for name, (others, one, another) in CHANGES.items():
-        asked = priced if name == "price" else model
-        first, second = (
-            outcome(asked, {**others, name: value}, 6 if name in drawn else 2, **how.get(name, {}))
-            for value in (one, another)
-        )
-        assert first != second, name
 
 
 def test_what_true_and_a_threshold_alone_mean(
@@ -413,7 +283,6 @@ def test_constraints_that_allow_what_is_forced_are_kept(model: OSPrunerForCausal
     banned = int(plain[0, 1])
     grammar = Allow([*fmt.closing_ids, 30, 31], begin=fmt.think_end_id)
     kept: dict[str, Any] = {"bad_words_ids": [[banned]], "logits_processor": [grammar]}
-    kept |= {"begin_suppress_tokens": [fmt.think_end_id]}
     written = run(model, inputs, stop_policy={**ALWAYS, "answer": "free"}, **kept)
     for ids, record in zip(written.tolist(), model.last_stop, strict=True):
         assert record.reason == "policy"
@@ -423,16 +292,15 @@ def test_constraints_that_allow_what_is_forced_are_kept(model: OSPrunerForCausal
         assert set(answer) <= {30, 31, *fmt.closing_ids}
 
 
-@pytest.mark.parametrize("how", ["min_new_tokens", "min_length", "processor"])
+@pytest.mark.parametrize("how", ["min_new_tokens", "min_length"])
 def test_no_row_stops_or_ends_before_the_fewest_tokens(
     model: OSPrunerForCausalLM, how: str
 ) -> None:
     inputs = inputs_for(model, 2)
-    width, least, eos = inputs["input_ids"].shape[1], 40, model.base.generation_config.eos_token_id
+    width, least = inputs["input_ids"].shape[1], 40
     ways: dict[str, dict[str, Any]] = {
         "min_new_tokens": {"min_new_tokens": least},
         "min_length": {"min_length": width + least},
-        "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
     }
     arguments = ways[how]
     run(model, inputs, stop_policy=ALWAYS)

@@ -5,8 +5,6 @@ base, a batch of prompts, and arguments of generate; what stands in the file are
 records, or the type of the error.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The policy's own layers, also as queries on the base's keys: made, trained, asked in generate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,11 @@ def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None
 
 
 def test_head_alone_reads_the_last_hidden_state(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = fresh_layers(tiny_base, 0, tuning="layers")
-    assert policy.tail is None
-    assert policy.new_cache() is None
     hidden = torch.randn(2, 3, 32)
-    torch.testing.assert_close(policy(hidden), policy.head(hidden)[..., 0])
+    for tuning in ("layers", "queries"):
+        policy = fresh_layers(tiny_base, 0, tuning)
+        assert (policy.tail, policy.new_cache(), policy.queries) == (None, None, False)
+        torch.testing.assert_close(policy(hidden), policy.head(hidden)[..., 0])
 
 
 def test_the_copied_layers_and_the_head_train(tiny_base: Qwen2ForCausalLM) -> None:
@@ -220,12 +218,6 @@ def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_poli
     assert max(rows for rows, _ in asked) > 1
     assert len(held) == LENGTH * 4  # the base's own layers, once a token: the policy adds nothing
     assert ids.past_key_values.get_seq_length() == WIDTH + LENGTH - 1
-
-
-def test_no_layers_are_a_head_alone(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = fresh_layers(tiny_base, 0, "queries")
-    assert not policy.queries
-    assert policy(torch.randn(1, 3, 32)).shape == (1, 3)
 
 
 def test_a_file_with_keys_of_its_own_is_refused(

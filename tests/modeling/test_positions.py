@@ -1,7 +1,5 @@
 """Bases whose rotary frequencies depend on the text's length: equal, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The public API: at most twelve names, each with its use, and light to import."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -12,19 +10,24 @@ import pytest
 import ospruner
 
 LIGHT = """
-import sys
+import contextlib, io, sys
 import ospruner, ospruner.demo
 assert ospruner.demo.REASONER.joinpath("config.json").is_file()
 heavy = {"torch", "transformers", "datasets", "numpy", "huggingface_hub"} & set(sys.modules)
 assert not heavy, heavy
 import ospruner.durable, ospruner.optional, ospruner.provenance, ospruner.cli
 import ospruner.train, ospruner.eval
-assert "torch" not in sys.modules
+for flag, words in (("--help", "label"), ("--version", "0.1.0")):
+    sys.argv[1:] = [flag]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        ospruner.cli.main()
+    assert words in said.getvalue()
+assert not {"torch", "transformers", "datasets"} & set(sys.modules)
 """
 
 
 def test_importing_is_light() -> None:
-    """A package's `__init__` loads nothing, so that a small module of it stays small."""
+    """A package's `__init__` loads nothing, nor do `ospruner --help` and `--version`."""
     command = [sys.executable, "-c", LIGHT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,8 +4,6 @@
 stands in braces is made below.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex
@@ -86,11 +84,6 @@ def put(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def put_both(content: bytes) -> Callable[[Path], object]:
-    """The manifest and its copy, which would serve in its place."""
-    return lambda folder: [(folder / name).write_bytes(content) for name in (MANIFEST,)]
-
-
 def drop(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
@@ -135,8 +128,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
         (folder / empty).mkdir()
     copies = [(f"policy_{name}", policy, change) for name, change in POLICIES.items()]
     copies += [
-        ("labels_cut", labels, put_both(b"{")),
-        ("labels_list", labels, put_both(b"[]")),
+        ("labels_cut", labels, put(MANIFEST, b"{")),
+        ("labels_list", labels, put(MANIFEST, b"[]")),
         ("base_no_tokenizer", REASONER, drop("tokenizer.json")),
         ("base_no_weights", REASONER, drop("model.safetensors")),
     ]

@@ -1,10 +1,7 @@
 """The command line as a whole: few commands, few options, fields by name, quick help."""
 
-from __future__ import annotations
-
 import inspect
 import io
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,24 +112,7 @@ def test_there_are_few_commands_and_options() -> None:
     for name, given in options.items():
         assert len(given) <= 19, name
         assert all(one.help for one in given), name
-
-
-def test_every_command_is_described_by_the_function_that_it_calls() -> None:
-    for name, command in whole_commands(app).items():
-        assert inspect.cleandoc(command.help or "").endswith("."), name
-
-
-def test_help_and_version_load_nothing() -> None:
-    code = (
-        "import sys\nfrom ospruner.cli import main\nsys.argv[1:] = sys.argv[1:]\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
-    )
-    for flag in ("--help", "--version"):
-        command = [sys.executable, "-c", code, flag]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "label" in done.stdout or done.stdout.strip() == "0.1.0"
+        assert inspect.cleandoc(found[name].help or "").endswith("."), name
 
 
 def test_an_error_is_a_line(

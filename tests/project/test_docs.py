@@ -1,7 +1,5 @@
 """The Python blocks of docs/generate.md, run in order as they stand, on the embedded reasoner."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -20,47 +18,25 @@ BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 
 @pytest.fixture(scope="module")
 def policies(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two policies of the reasoner that stop at about every third paragraph, by name."""
+    """Policies of the reasoner that stop at about every third paragraph, by name."""
     folders = {}
-    for name, bias in zip(POLICIES, (-1.0, -0.5), strict=True):
-        model = untrained(
-            reasoner.model,
-            reasoner.tokenizer,
-            init_bias=bias,
-            base_model_name_or_path=str(REASONER),
-            tuning="layers",
-        )
+    fields = [{"init_bias": -1.0}, {"init_bias": -0.5}, {"price_range": (5e-5, 1e-2)}]
+    for name, more in zip((*POLICIES, EVERY_PRICE), fields, strict=True):
+        made: dict[str, Any] = {"base_model_name_or_path": str(REASONER), "tuning": "layers"}
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
-        model.save_pretrained(folder)
+        untrained(reasoner.model, reasoner.tokenizer, **made, **more).save_pretrained(folder)
         folders[name] = str(folder)
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        base_model_name_or_path=str(REASONER),
-        price_range=(5e-5, 1e-2),
-        tuning="layers",
-    )
-    folders[EVERY_PRICE] = str(tmp_path_factory.mktemp("policies") / "every-price")
-    model.save_pretrained(folders[EVERY_PRICE])
     return folders
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
     """Each Python block with the heading above it."""
-    found: list[tuple[str, str]] = []
-    heading = ""
-    inside: list[str] | None = None
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if inside is None and line.startswith("## "):
-            heading = line.removeprefix("## ")
-        elif line == "```python":
-            inside = []
-        elif line == "```" and inside is not None:
-            found.append((heading, "\n".join(inside)))
-            inside = None
-        elif inside is not None:
-            inside.append(line)
-    return found
+    sections = re.split(r"^## (.*)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    pairs = zip(sections[1::2], sections[2::2], strict=True)
+    found = [
+        (name, re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)) for name, text in pairs
+    ]
+    return [(name, block) for name, blocks in found for block in blocks]
 
 
 def test_the_examples_of_generate_run_as_written(

@@ -3,8 +3,6 @@
 A file may import its own floor and lower ones.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter
@@ -181,19 +179,14 @@ def test_no_circle_of_imports() -> None:
         ("modeling_ospruner/policy_ospruner.py", "from .ghost import x", "names no flat file"),
         ("modeling_ospruner/policy_ospruner.py", "import peft", "outside try"),
         ("modeling_ospruner/policy_ospruner.py", "import ospruner.eval", "by name"),
+        (
+            "modeling_ospruner/policy_ospruner.py",
+            "try:\n import peft\nexcept ImportError: pass",
+            "",
+        ),
+        ("ospruner/engines/vllm.py", "import vllm", ""),
     ],
 )
 def test_faults_are_found(path: str, source: str, fault: str) -> None:
-    assert any(fault in one for one in faults(PurePosixPath(path), ast.parse(source), FLAT))
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("ospruner/engines/vllm.py", "import vllm"),
-        ("ospruner/cli/__init__.py", "from ospruner.train import trainer"),
-        ("modeling_ospruner/policy_ospruner.py", "try:\n    import peft\nexcept ImportError: pass"),
-    ],
-)
-def test_what_is_right_is_let_through(path: str, source: str) -> None:
-    assert faults(PurePosixPath(path), ast.parse(source), FLAT) == []
+    found = faults(PurePosixPath(path), ast.parse(source), FLAT)
+    assert any(fault in one for one in found) if fault else not found

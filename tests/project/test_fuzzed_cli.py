@@ -1,7 +1,5 @@
 """Random arguments for every command: an answer or a refusal by name, never a traceback."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -15,50 +13,13 @@ from ospruner.cli.fields import whole_commands
 from ..conftest import Fuzzed
 
 WORDS = [
-    "",
-    " ",
-    "-",
-    "--",
-    "0",
-    "-1",
-    "1e999",
-    "nan",
-    "inf",
-    "NaN",
-    "9" * 40,
-    "null",
-    "true",
-    "[]",
-    "{}",
-    "a=b",
-    "=",
-    ",",
-    ",,",
-    "a,b",
-    "1,2",
-    "../..",
-    "/dev/null",
-    "/proc/self/mem",
-    ".",
-    "~",
-    "é\u202e",
-    "\udcff",
-    "\x1b[31m",
-    "[red]",
-    "%s",
-    "{0}",
-    "org/none",
-    "main",
-    "http://127.0.0.1:1",
-    "x" * 5000,
+    *("", " ", "-", "--", "0", "-1", "1e999", "nan", "inf", "NaN", "9" * 40, "null", "true"),
+    *("[]", "{}", "a=b", "=", ",", ",,", "a,b", "1,2", "../..", "/dev/null", "/proc/self/mem"),
+    *(".", "~", "é\u202e", "\udcff", "\x1b[31m", "[red]", "%s", "{0}", "org/none", "main"),
+    *("http://127.0.0.1:1", "x" * 5000),
 ]
 MEANT_FOR_USERS = (ValueError, OSError, FloatingPointError, MemoryError)  # as `main` has them
-LONG = {
-    "app",
-    "demo",
-    "doctor",
-    "serve",
-}  # what they do without any words takes long
+LONG = {"app", "demo", "doctor", "serve"}  # what they do without any words takes long
 
 
 def commands() -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """docs/notebooks/first_policy.ipynb runs from top to bottom, and shows what it printed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

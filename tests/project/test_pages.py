@@ -1,7 +1,5 @@
 """Every page of the repository: links lead somewhere, commands exist and have their options."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -149,28 +147,3 @@ def test_the_map_has_every_room_on_its_floor() -> None:
     assert drawn == floors
     uploaded = {path.name for path in REPO.glob("modeling_ospruner/*_ospruner.py")}
     assert set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)) == uploaded
-
-
-SHAPE = r'(?:\["[^"\[\]{}();]+"\]|\{"[^"\[\]{}();]+"\})?'
-DRAWN_LINE = re.compile(rf' +\w+{SHAPE} -->(?:\|"[^"|();]+"\|)? \w+{SHAPE}')
-
-
-def test_drawings_keep_to_the_syntax_that_github_draws() -> None:
-    """Only nodes with quoted texts and arrows; `end` is no name of a node."""
-    drawings = [
-        text
-        for page in PAGES
-        for kind, text in FENCE.findall(page.read_text("utf-8"))
-        if kind == "mermaid"
-    ]
-    assert len(drawings) >= 3
-    for drawing in drawings:
-        first, *lines = drawing.splitlines()
-        assert first in ("flowchart LR", "flowchart TD")
-        for line in lines:
-            assert DRAWN_LINE.fullmatch(line), line
-            assert not re.search(r"\bend\b", re.sub(r'"[^"]*"', "", line)), line
-        shown = re.findall(r'(\w+)(?:\["|\{")', drawing)
-        named = set(re.findall(r"\b([a-z]\w*)\b", re.sub(r'"[^"]*"', "", "\n".join(lines))))
-        assert named == set(shown), "every node has a text, given once"
-        assert len(shown) == len(named)

@@ -1,7 +1,5 @@
 """The site of `make docs` builds in strict mode and loads nothing; llms.txt says what pages say."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

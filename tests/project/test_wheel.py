@@ -1,7 +1,5 @@
 """Wheel and sdist hold the tree, no less and nothing under a bare name, and install that way."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

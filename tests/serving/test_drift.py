@@ -1,7 +1,5 @@
 """The e-process on the answers of control requests."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

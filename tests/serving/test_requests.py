@@ -1,7 +1,5 @@
 """What a request says about stopping, over a server's defaults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a server has saved, by its counters."""
 
-from __future__ import annotations
-
 import http.server
 import math
 import re

@@ -1,7 +1,5 @@
 """Which versions of engines are taken, and that no other is harmed by this package beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """How requests are distributed, as a calibration and a server count them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

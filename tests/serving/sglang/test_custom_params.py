@@ -1,7 +1,5 @@
 """What the policy inside SGLang refuses, and the command of its server; without SGLang."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -54,7 +52,6 @@ def test_keys_that_a_request_may_have() -> None:
     ("said", "message"),
     [
         ({"custom_params": {"stop_threshold": 2}}, "custom_params: stop_threshold is 2; it must"),
-        ({"custom_params": {"stop_treshold": 2}}, r"no \['stop_treshold'\]; the policy's keys"),
         (
             {"custom_params": {"max_thinking_tokens": 9}, "min_new_tokens": 10},
             "custom_params: max_thinking_tokens is 9, but the request is to have at least 10",
@@ -224,17 +221,11 @@ def check(fields: dict[str, Any] | None = None, **server: Any) -> None:
     check_start(config, SimpleNamespace(**{**GOOD, **server}))
 
 
-@pytest.mark.parametrize(
-    "server",
-    [
-        {},
-        {"kv_cache_dtype": "bfloat16", "enable_lora": False},
-        {"device": "cpu", "disable_prefill_cuda_graph": False},
-    ],
-)
-def test_servers_in_which_the_policy_works(server: dict[str, Any]) -> None:
-    with pytest.raises(OSError, match="the base 'base' at revision None, which the policy pins"):
-        check(**server)
+def test_servers_in_which_the_policy_works() -> None:
+    on_cpu = {"device": "cpu", "disable_prefill_cuda_graph": False}
+    for server in ({}, {"kv_cache_dtype": "bfloat16", "enable_lora": False}, on_cpu):
+        with pytest.raises(OSError, match="the base 'base' at revision None, which the policy pi"):
+            check(**server)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A policy inside SGLang's real server, in the environment that `make test-sglang` makes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

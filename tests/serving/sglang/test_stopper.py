@@ -5,8 +5,6 @@ others' slots, prompts are computed in chunks, and steps are scheduled before th
 are known.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from ospruner.serving.sglang.custom_params import DEFAULTS_VARIABLE
 from ospruner.serving.sglang.stopper import Stopper
 from ospruner.train.untrained import untrained
 
+from ...chats import chat_ids
 from .test_custom_params import params
 
 SLOTS = 4
@@ -105,35 +104,26 @@ class Engine:
         return chosen
 
 
+Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
+
+
 @pytest.fixture(scope="module")
-def policy(
-    reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OSPrunerForCausalLM, Path]:
+def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("policy")
-    made = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        1,
-        tuning="queries",
-        base_model_name_or_path=str(reasoner.folder),
-    )
+    made = untrained(reasoner.model, reasoner.tokenizer, 1, tuning="queries")
     made.save_pretrained(folder)
     return made, folder
 
 
 @pytest.fixture
-def engine(policy: tuple[OSPrunerForCausalLM, Path]) -> Engine:
+def engine(policy: Saved) -> Engine:
     return Engine(*policy)
 
 
 def make_request(policy: OSPrunerForCausalLM, i: int, **keys: Any) -> Request:
     """Of a prompt that thinks, with a script of paragraphs; each fourth one ends by itself."""
     tokenizer: Any = policy.tokenizer
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"Solve {i + 2}x = 6."}],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
+    prompt = chat_ids(tokenizer, f"Solve {i + 2}x = 6.")
     ends = i % 4 == 3
     written = "".join(f"Step {j}: {i + 3} + {j}.\n\n" for j in range(2 if ends else 8))
     script = tokenizer.encode(written, add_special_tokens=False)
@@ -142,7 +132,7 @@ def make_request(policy: OSPrunerForCausalLM, i: int, **keys: Any) -> Request:
         extra["stop_threshold"] = 1.0
         script.append(policy.token_format.think_end_id)
     ignored = {"ignore_eos": False, "stop_token_ids": None}
-    return Request(list(prompt), params(custom_params=extra, **ignored), script)
+    return Request(prompt, params(custom_params=extra, **ignored), script)
 
 
 def by_rows(policy: OSPrunerForCausalLM, request: Request, most: int) -> tuple[list[int], Any]:
@@ -192,7 +182,7 @@ def is_done(policy: OSPrunerForCausalLM, request: Request) -> bool:
     return ended or len(request.output_ids) == MOST
 
 
-def test_more_requests_than_slots(engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_more_requests_than_slots(engine: Engine, policy: Saved) -> None:
     model = policy[0]
     waiting = [make_request(model, i, max_answer_tokens=3) for i in range(12)]
     running: list[Request] = []
@@ -210,9 +200,7 @@ def test_more_requests_than_slots(engine: Engine, policy: tuple[OSPrunerForCausa
     assert {"policy", "natural"} <= set(reasons)
 
 
-def test_requests_that_are_put_back_go_on_in_others_slots(
-    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]
-) -> None:
+def test_requests_that_are_put_back_go_on_in_others_slots(engine: Engine, policy: Saved) -> None:
     """After each few steps all are put back, and their slots exchanged; one token is lost."""
     model = policy[0]
     requests = [make_request(model, i, max_answer_tokens=3) for i in (3, 5, 6)]
@@ -239,7 +227,7 @@ def test_requests_that_are_put_back_go_on_in_others_slots(
 
 
 def test_requests_that_do_not_ask_are_left_alone(
-    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
+    policy: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a server that says so; `test_defaults_stop_all` is of one that does not."""
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": False}))
@@ -260,9 +248,7 @@ def test_requests_that_do_not_ask_are_left_alone(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_no_request_ends_before_its_own_minimum(
-    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path], ends: bool
-) -> None:
+def test_no_request_ends_before_its_own_minimum(engine: Engine, policy: Saved, ends: bool) -> None:
     """Not by the policy, and after a natural end not by its answer's closing brace."""
     model, least = policy[0], 36
     request = make_request(model, 3 if ends else 0, max_answer_tokens=1)
@@ -278,9 +264,7 @@ def test_no_request_ends_before_its_own_minimum(
     assert set(text[end:]) == set(fmt.eos_ids)
 
 
-def test_defaults_stop_all(
-    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_stop_all(policy: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = {"max_thinking_tokens": 10, "stop_threshold": 1.0}
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps(defaults))
     model, folder = policy
@@ -296,7 +280,7 @@ def test_defaults_stop_all(
 
 
 def test_the_answer_says_that_a_grammar_put_the_policy_off(
-    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
+    policy: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True}))
     engine = Engine(*policy)

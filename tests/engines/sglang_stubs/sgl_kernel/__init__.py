@@ -1,7 +1,5 @@
 """Stands in for SGLang's CUDA kernels, which plain decoding on a CPU does not call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

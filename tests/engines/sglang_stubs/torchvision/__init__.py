@@ -1,7 +1,5 @@
 """Stands in for torchvision, whose wheels need CUDA; text models only import its names."""
 
-from __future__ import annotations
-
 import enum
 import sys
 import types
