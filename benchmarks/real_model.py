@@ -281,7 +281,7 @@ def compare(commands: Commands, policies: Sequence[Path]) -> None:
     """Whole methods, and rules at fixed thresholds, on the test problems."""
     free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
     for test in commands.tests:
-        compare_one(commands, f"frontier/{test}", test, policies, ["rules"])
+        compare_one(commands, f"frontier/{test}", test, policies, commands.args.rules)
         compare_one(commands, f"replay/{test}", test, policies, free)
 
 
@@ -417,6 +417,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of the base: bfloat16 where it is fast")
     parser.add_argument("--format", default="plain", help="the base's reasoning format")
     parser.add_argument("--prompt", default="check", help="how problems are put")
+    parser.add_argument("--rules", nargs="+", default=["rules"], help="to compare with")
     parser.add_argument("--beside", nargs="*", default=[], help="other prompts: rows of the tables")
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
     commands = Commands(timing.parse(parser))
