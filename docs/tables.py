@@ -128,7 +128,8 @@ def engines(file: Content) -> str:
 def areas(file: Content) -> str:
     """Area under each method's frontier, and what OS-Pruner has more, or thinks less."""
     frame = Results.from_dict(file).frontiers
-    lead = Column("area of OS-Pruner minus this one, points", "lead", 100, 1, signed=True)
+    first = "OS-Pruner" if frame["method"][0] in OURS else frame["method"][0]
+    lead = Column(f"area of {first} minus this one, points", "lead", 100, 1, signed=True)
     columns = [Column("area, %", "area", 100, 1), lead]
     if "fewer" in frame:
         columns.append(Column("tokens above it, %", "fewer", 100, 1, signed=True))
@@ -159,10 +160,11 @@ def spread(file: Content) -> str:
     return markdown_table(["price", *(head for head, _ in SPREAD.values())], rows)
 
 
-def readme(file: Content) -> str:
+def readme(file: Content, trivial: Content | None = None) -> str:
     """What validation chose of each kind of method, trivial rules and the oracle.
 
-    Of a file without a choice: one policy at several prices, and the best classifier by AES.
+    Of a file without a choice: one policy at several prices, and the best classifier by AES; the
+    limits are then those of `trivial`, a comparison of rules on the same labels.
     """
     results = Results.from_dict(file)
     rules, limits = results.rules, results.limits
@@ -170,8 +172,8 @@ def readme(file: Content) -> str:
     if "validation_aes" not in rules:
         tried = rules[rules["method"].isin(CLASSIFIERS)]
         classifier = tried.loc[[tried["aes"].fillna(-math.inf).idxmax()]]
-        parts = [rules[:1], next_to_prices(results), classifier]
-        parts.append(limits[limits["method"] == "best fixed budget"])
+        limits = limits if trivial is None else Results.from_dict(trivial).limits
+        parts = [rules[:1], next_to_prices(results), classifier, limits]
         return _first_table(parts, {2: "best classifier: "})
     classifiers = chosen["method"].isin(CLASSIFIERS)
     free = ~classifiers & ~chosen["method"].isin(OURS) & (chosen["method"] != "loops")
@@ -272,7 +274,8 @@ def choices(file: Content) -> str:
     frame = pd.DataFrame(file["rows"])
     frame["told"] = [f"{100 * s:.0f} ({100 * b:.0f})" for s, b in frame[["saved", "broken"]].values]
     frame["case"] = [
-        f"{100 * most:g} pt, {n:,.0f}" for most, n in frame[["max_loss", "problems"]].values.tolist()
+        f"{100 * most:g} pt, {n:,.0f}"
+        for most, n in frame[["max_loss", "problems"]].values.tolist()
     ]
     table = frame.pivot(index="choice", columns="case", values="told")
     table = table.loc[frame["choice"].unique(), frame["case"].unique()]
