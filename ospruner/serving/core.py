@@ -163,7 +163,7 @@ class ServedRow:
         fmt = self.plan.token_format
         if not self.thinks or token in self.plan.eos_ids or token in fmt.added_ids:
             return True
-        breaks = token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
+        breaks = 0 <= token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
         full = 0 < fmt.format.step_tokens <= self.row.step_tokens + place
         return breaks or full or bool(fmt.end_marker or fmt.call_marker)
 

@@ -3,7 +3,7 @@
 The base is vLLM's own model, compiled as vLLM compiles it. Its EAGLE-3 tap gives what enters layer
 L-n; the tail runs on that after it, compiled by itself as EAGLE heads are, on layers of the base's
 own class whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and
-preemption hold for both. Stop logits travel to the sampler behind the hidden states, row by row.
+preemption hold for both. Drafts may be made from the same tap (EAGLE-3): it gives what both read.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import ModelRegistry
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import transformers
-from vllm.model_executor.models.interfaces import has_inner_state, is_hybrid, supports_eagle3
+from vllm.model_executor.models.interfaces import (
+    EagleModelMixin,
+    SupportsEagle3,
+    has_inner_state,
+    is_hybrid,
+    supports_eagle3,
+)
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
@@ -42,44 +49,49 @@ from ..checks import (
     quantisation,
 )
 from .gemma3 import TappedGemma3ForCausalLM
-from .pages import QUERIES_WORK, Pages
-from .plugin import HARMONY_PARSER
+from .pages import ONE_RANK, QUERIES_WORK, Pages, most_tokens
+from .plugin import HARMONY_PARSER, architecture, is_recurrent
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "architecture", "check_start", "why_not"]
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "why_not"]
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
 
 _TAPPED = {"Gemma3ForCausalLM": TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
-# Whose tokens and stop probabilities were compared (tests/serving/vllm/bases_checks.py). Of others
-# that have all that is needed, Cohere 2 MoE and Apertus gave other probabilities.
-_COMPARED = (
-    *("AfmoeForCausalLM", "Ernie4_5ForCausalLM", "Gemma3ForCausalLM"),
-    *("Gemma4ForCausalLM", "Glm4ForCausalLM", "GptOssForCausalLM"),
-    *("GraniteForCausalLM", "LlamaForCausalLM", "Ministral3ForCausalLM"),
-    *("MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
-    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-)
-_DRAFTS = ("ngram", "ngram_gpu", "draft_model")
-_WORKS: Works = {  # the tail follows the whole base
+_WORKS: Works = {
+    # The tail follows the whole base, on all tokens of a step.
     "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
+    "parallel_config.prefill_context_parallel_size": ((1,), ONE_RANK),
+    "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
+    "model_config.enable_trace_replay": ((False,), "what it replays is written over every stop"),
+}
+_DRAFTS_WORK: Works = {
+    "speculative_config.method": (
+        ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"),
+        "no other drafts were run beside one",
+    ),
+    "speculative_config.rejection_sample_method": (
+        ("standard", "block"),
+        "it takes drafts whatever the model says, also beyond a stop",
+    ),
 }
 
 
 class StopHead(nn.Linear):
-    """H to 1, or to 6 for every price, in float32; it tells what it says of the sampled rows.
+    """H to 1, or to 6 for every price, in float32; it keeps what it says of a step.
 
     Attributes:
-        outputs: (B, 1 or 6) float32, where it has said it of all rows.
-        positions: (B,) int32, each row's last position that has been computed; likewise.
-        pages: gives what it reads, with a policy of queries only; else None.
-        arrivals: who comes and leaves, in model runner V2 (`runner_v2.Arrivals`).
+        pages: gives what it reads where it is asked, with a policy of queries only; else None, and
+            it has said it of all.
+        outputs: (T, 1 or 6) float32, of a step's tokens; in model runner V1 of the sampled rows.
+        positions: (B,) int32, in V1: each row's last position that has been computed.
+        arrivals: who comes and leaves, in V2 (`runner_v2.Arrivals`).
     """
 
-    def __init__(self, hidden_size: int, outputs: int) -> None:
+    def __init__(self, hidden_size: int, outputs: int, tokens: int = 0) -> None:
         super().__init__(hidden_size, outputs, dtype=torch.float32)
-        self.outputs = torch.empty(0, outputs)
+        self.outputs = torch.zeros(tokens, outputs)
         self.positions = torch.empty(0, dtype=torch.int32)
         self.pages: Pages | None = None
         self.arrivals: Any = None
@@ -101,18 +113,26 @@ class _Tail(nn.Module):
     """
 
     def __init__(
-        self, *, vllm_config: VllmConfig, base: Any, num_layers: int, unquantised: bool
+        self,
+        *,
+        vllm_config: VllmConfig,
+        base: Any,
+        copied: Sequence[int],
+        added_to: Sequence[int],
+        unquantised: bool,
     ) -> None:
         super().__init__()
         self.config: Any = vllm_config.model_config.hf_config
         self.parallel_config = vllm_config.parallel_config
         self.layers = nn.ModuleList()
+        self._added_to = added_to
         total = len(base.model.layers)
-        for number in range(total - num_layers, total):
+        for number in copied:
             theirs = base.model.layers[number]
             place = 2 * total + number
             given = {**vars(vllm_config), "vllm_config": vllm_config, "config": self.config}
             given |= {"prefix": f"tail.layers.{place}", "layer_idx": place}
+            given["layer_type"] = (vars(self.config).get("layer_types") or {place: None})[place]
             asked = inspect.signature(type(theirs)).parameters
             try:
                 own = type(theirs)(**{name: given[name] for name in asked if name in given})
@@ -131,16 +151,23 @@ class _Tail(nn.Module):
         self.norm = copy.deepcopy(base.model.norm)
         self._pairs = "residual" in inspect.signature(type(self.layers[0]).forward).parameters
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, added: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """From what enters the first of the layers, (T, H), to what follows the final norm, (T, H).
+
+        What other layers of the base between and behind them added is `added`, each (T, H).
+        """
         residual = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             if self._pairs:
                 hidden, residual = layer(
                     positions=positions, hidden_states=hidden, residual=residual
                 )
             else:
                 hidden = layer(positions=positions, hidden_states=hidden)
+            if number in self._added_to:
+                hidden = hidden + added[self._added_to.index(number)]
         if residual is None:
             last: torch.Tensor = self.norm(hidden)
             return last
@@ -175,11 +202,21 @@ class _Loading(nn.Module):
         return loaded
 
 
+def _check_windows(base: nn.Module, name: str, window: int | None) -> None:
+    """Refuses a base that sees other tokens in vLLM than in transformers, as Cohere 2 MoE does."""
+    seen = {one.sliding_window for one in base.modules() if isinstance(one, Attention)}
+    if others := seen - {None, window}:
+        raise ValueError(
+            f"vLLM's {name} looks back over {max(others)} tokens, transformers' over {window}: "
+            "generate with transformers"
+        )
+
+
 def _weights_of(layer: nn.Module) -> set[tuple[str, torch.Size]]:
     return {(name, one.shape) for name, one in layer.named_parameters()}
 
 
-class OSPrunerVLLM(nn.Module):
+class OSPrunerVLLM(nn.Module, SupportsEagle3):
     """What vLLM runs for a policy repository: the base that it pins, its tail and its head."""
 
     allow_patterns_overrides = ("model.safetensors",)  # of the policy's own repository
@@ -203,31 +240,72 @@ class OSPrunerVLLM(nn.Module):
         name = architecture(text)
         own = _for_base(vllm_config, [name])
         prefix = maybe_prefix(prefix, "base")
-        base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(name))
+        try:
+            base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(name))
+        except AttributeError as error:  # as of MiMo V2 Flash's
+            raise ValueError(
+                f"vLLM's {name} is not made of transformers' configuration ({error}): generate "
+                "with transformers"
+            ) from error
         self.base: Any = base
+        _check_windows(base, name, vars(text).get("sliding_window"))
         self.tail: _Tail | None = None
         self._pages: Pages | None = None  # with a policy of queries only
-        if n := config.num_policy_layers:
-            base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
+        policy = empty_policy(config, empty_base(text))
+        self._points: list[int] = policy.points if policy.copied else []  # what the tail reads
+        added_to = [k for k, i in enumerate(policy.copied) if i + 1 in self._points]
+        if policy.copied:
             tail_config = _for_tail(own, as_base=config.adapter_rank > 0)
             with set_model_tag("ospruner_tail"):
                 self.tail = _Tail(
                     vllm_config=tail_config,
                     base=base,
-                    num_layers=n,
+                    copied=policy.copied,
+                    added_to=added_to,
                     unquantised=own.quant_config is None,
                 )
-        self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
+        self.set_aux_hidden_state_layers(())
+        self._v2, tokens = vllm_config.use_v2_model_runner, most_tokens(vllm_config)
+        outputs = 1 if config.prices is None else 1 + PRICE_RAMPS
+        self.head = StopHead(text.hidden_size, outputs, tokens if self._v2 else 0)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
         if self.tail is not None and config.tuning == "queries":
-            self._pages = Pages(vllm_config, self.tail, base.model.layers, text.hidden_size)
+            theirs = [base.model.layers[i] for i in policy.copied]
+            columns = (1 + len(added_to)) * text.hidden_size
+            self._pages = Pages(vllm_config, self.tail, theirs, columns)
             self.head.pages = self._pages
 
-    @staticmethod
-    def get_model_state_cls() -> type:
+    def get_model_state_cls(self) -> type:
         """What model runner V2 keeps beside the model."""
-        found: type = importlib.import_module(f"{__package__}.runner_v2").Arrivals
+        name = "HybridArrivals" if is_hybrid(self.base) else "Arrivals"
+        found: type = vars(importlib.import_module(f"{__package__}.runner_v2"))[name]
         return found
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
+        """Of what a hybrid base keeps in place of keys."""
+        return _class_of_base(vllm_config).get_mamba_state_shape_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> Any:
+        """Likewise."""
+        return _class_of_base(vllm_config).get_mamba_state_dtype_from_config(vllm_config)
+
+    def get_mamba_state_copy_funcs(self, mamba_types: Any) -> Any:
+        """How it is copied."""
+        return self.base.get_mamba_state_copy_funcs(mamba_types)
+
+    def get_language_model(self) -> nn.Module:
+        """The base, whose embeddings and head a drafter shares."""
+        found: nn.Module = self.base
+        return found
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Sets the layers whose entering states a drafter reads; the policy's stays tapped."""
+        self._drafted = tuple(sorted(set(layers)))
+        self._tapped = tuple(sorted({*layers, *self._points}))
+        if self._tapped:
+            self.base.model._set_aux_hidden_state_layers(self._tapped)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The base's token embeddings."""
@@ -240,38 +318,48 @@ class OSPrunerVLLM(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The base's last hidden states, (T, H), with what the sampler is told behind them.
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """The base's last hidden states, (T, H), and what a drafter reads, if there is one.
 
-        Behind them stand what the head says of each token (float32) and its position (int32), their
-        bits in columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at
-        once, also where it replays a graph. With a policy of queries only nothing stands there.
+        What the head says of the tokens is kept in it, where a replayed graph puts it, too; what a
+        policy of queries only reads is kept until it is asked, where steps have ended.
         """
         output = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
-        if self.tail is None:
-            hidden = last = output
+        hidden, tapped = output if self._tapped else (output, [])
+        at = dict(zip(self._tapped, tapped, strict=True))
+        read = [at[i] for i in self._points]
+        if self._pages is not None:
+            added = (end - begin for begin, end in zip(read[1::2], read[2::2], strict=True))
+            self._pages.keep(torch.cat([read[0], *added], dim=1))
         else:
-            hidden, (entering,) = output
-            if self._pages is not None:  # asked later, where steps have ended
-                self._pages.keep(entering)
-                whole: torch.Tensor = hidden
-                return whole
-            last = self.tail(positions, entering)
-        said = self.head(last.float())  # (T, 1 or 6)
+            last = hidden if self.tail is None else self.tail(positions, read[0])
+            said = self.head(last.float())  # (T, 1 or 6)
+            if self._v2:
+                self.head.outputs[: len(said)].copy_(said)
+            else:
+                hidden = self._behind(hidden, said, positions)
+        return (hidden, [at[i] for i in self._drafted]) if self._drafted else hidden
+
+    @staticmethod
+    def _behind(hidden: torch.Tensor, said: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states with what the head says and with positions behind them.
+
+        Their bits, of float32 and int32, in columns of the hidden states' dtype: V1 picks the rows
+        that it samples, of both at once, and tells nobody which these are.
+        """
         told = torch.cat([said.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
         return torch.cat([hidden, told.view(hidden.dtype)], dim=1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The base's logits of rows of `forward`; what the head said of them is kept in it."""
-        if self._pages is not None:
-            plain: torch.Tensor | None = self.base.compute_logits(hidden)
-            return plain
+        """The base's logits of rows of `forward`; in V1, the head keeps what it said of them."""
         size = self.head.in_features
-        told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2 or 7)
-        self.head.outputs = told[:, :-1].view(torch.float32)
-        self.head.positions = told[:, -1]
-        # Contiguous, so that the base computes with the very same kernel as without a policy.
-        logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
+        if hidden.shape[1] > size:
+            told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2 or 7)
+            self.head.outputs = told[:, :-1].view(torch.float32)
+            self.head.positions = told[:, -1]
+            # Contiguous, so that the base computes with the very same kernel as without a policy.
+            hidden = hidden[:, :size].contiguous()
+        logits: torch.Tensor | None = self.base.compute_logits(hidden)
         return logits
 
     @staticmethod
@@ -308,13 +396,11 @@ class OSPrunerVLLM(nn.Module):
         return loaded
 
 
-def architecture(text: Any) -> str:
-    """The name of transformers' class of a base; vLLM's goes by the same."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
+def why_not(text: Any, queries: bool = True) -> str | None:
+    """Why vLLM cannot run a base of this configuration with a tail beside it; None if it can.
 
-
-def why_not(text: Any) -> str | None:
-    """Why vLLM cannot run a base of this configuration with a tail beside it; None if it can."""
+    A tail of `queries` only keeps nothing of its own.
+    """
     name = architecture(text)
     if name not in ModelRegistry.models:
         return f"there is no {name}"
@@ -325,14 +411,27 @@ def why_not(text: Any) -> str | None:
     if issubclass(found, transformers.base.Base):
         return f"{name} is run by transformers' own code, whose layers are not copied"
     if is_hybrid(found) or has_inner_state(found):
-        return f"{name} keeps recurrent states, which have no room beside a policy"
+        if not is_recurrent(text):
+            return f"{name} keeps recurrent states, and no layer_types say where"
+        if not queries:
+            return f"{name} keeps recurrent states, beside which a policy is one of queries"
     if vars(text).get("kv_lora_rank"):
-        return f"{name} keeps compressed (latent) keys and values, which are not read"
-    if not supports_eagle3(found) and name not in _TAPPED:
+        return f"{name} has compressed (latent) keys and values, which are not read"
+    if not (supports_eagle3(found) or name in _TAPPED or _has_tapped_decoder(found)):
         return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
-    if name not in _COMPARED:
-        return f"{name} was never found to give the same as transformers"
     return None
+
+
+def _class_of_base(vllm_config: VllmConfig) -> Any:
+    name = architecture(vllm_config.model_config.hf_text_config)
+    return ModelRegistry.models[name].load_model_cls()
+
+
+def _has_tapped_decoder(found: type) -> bool:
+    """Whether a decoder beside it has the tap, as GLM-4's, of which vLLM does not say so."""
+    beside = vars(importlib.import_module(found.__module__)).values()
+    decoders = (one for one in beside if isinstance(one, type) and issubclass(one, EagleModelMixin))
+    return any(one.__module__ == found.__module__ for one in decoders)
 
 
 def check_start(vllm_config: VllmConfig) -> None:
@@ -343,24 +442,22 @@ def check_start(vllm_config: VllmConfig) -> None:
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
-    speculative = vllm_config.speculative_config
-    queries = config.tuning == "queries" and config.num_policy_layers > 0
-    if speculative is not None and speculative.method not in _DRAFTS:
-        raise ValueError(
-            f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
-            f"states of vLLM's own model of the base; a policy works with {', '.join(_DRAFTS)}"
-        )
+    works, queries = dict(_WORKS), config.tuning == "queries" or config.num_policy_layers == 0
+    if config.tuning == "queries" and config.num_policy_layers > 0:
+        works |= QUERIES_WORK
+    if vllm_config.speculative_config is not None:
+        works |= _DRAFTS_WORK
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
         raise ValueError(
             f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
             f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
         )
-    check_settings(vllm_config, {**_WORKS, **(QUERIES_WORK if queries else {})}, "vLLM")
+    check_settings(vllm_config, works, "vLLM")
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.
-    unfit = why_not(config.get_text_config())
+    unfit = why_not(config.get_text_config(), queries)
     check_policy(config, model.model, "vLLM", unfit, model.revision, load.download_dir, weights)
 
 

@@ -10,6 +10,7 @@ stays from one step to the next: chunked prefill, prefix caching and preemption 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,20 +24,17 @@ from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attentio
 
 from ..checks import Works
 
-__all__ = ["QUERIES_WORK", "Pages", "share_pages"]
+__all__ = ["ONE_RANK", "QUERIES_WORK", "Pages", "most_tokens", "share_pages"]
 
-_ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
+ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
 QUERIES_WORK: Works = {  # with what it was run
     "cache_config.cache_dtype": (
         ("auto", "float32", "bfloat16", "float16"),
         "leave --kv-cache-dtype out, for it reads the base's keys and values unquantised",
     ),
     # It runs where steps end, which other ranks do not know of.
-    "parallel_config.data_parallel_size": ((1,), _ONE_RANK),
-    "parallel_config.decode_context_parallel_size": ((1,), _ONE_RANK),
-    "parallel_config.prefill_context_parallel_size": ((1,), _ONE_RANK),
-    # A step's rows would be prepared in parts.
-    "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
+    "parallel_config.data_parallel_size": ((1,), ONE_RANK),
+    "parallel_config.decode_context_parallel_size": ((1,), ONE_RANK),
 }
 
 _NORMS_OF_KEYS = ("k_norm", "k_layernorm")
@@ -91,33 +89,36 @@ def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
     return noted
 
 
+def most_tokens(vllm_config: VllmConfig) -> int:
+    """Of a step, or of a graph, up to whose size a batch is padded."""
+    return max(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+    )
+
+
 class Pages:
     """Asks a tail of queries only, copies of the base's last layers, about rows of the batch."""
 
     def __init__(
-        self, vllm_config: VllmConfig, tail: Any, base_layers: nn.ModuleList, hidden_size: int
+        self, vllm_config: VllmConfig, tail: Any, base_layers: Sequence[nn.Module], columns: int
     ) -> None:
         self._config = vllm_config
         self._tail = tail
-        n = len(tail.layers)
         self._layers = {
             _attention_of(own).layer_name: share_pages(own, theirs)
-            for own, theirs in zip(tail.layers, list(base_layers)[-n:], strict=True)
+            for own, theirs in zip(tail.layers, base_layers, strict=True)
         }
-        most = max(  # or a graph's size, up to which a batch is padded
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-        )
         # Filled by copying, which a graph records: what a replay computes lands here, too.
         dtype = vllm_config.model_config.dtype
-        self._entering = torch.zeros(most, hidden_size, dtype=dtype)  # (T, H)
+        self._entering = torch.zeros(most_tokens(vllm_config), columns, dtype=dtype)  # (T, R)
         for module in tail.modules():
             if isinstance(module, QKVParallelLinear):  # of which queries alone are loaded
                 for parameter in module.parameters():
                     parameter.data.zero_()
 
     def keep(self, entering: torch.Tensor) -> None:
-        """Keeps what entered layer L-n, (T, H), until rows are asked about."""
+        """Keeps what a tail reads (`StoppingPolicy.outputs`), (T, R), until rows are asked."""
         self._entering[: entering.shape[0]].copy_(entering)
 
     @staticmethod
@@ -165,7 +166,7 @@ class Pages:
                 slot_mapping=torch.full((len(rows),), -1, device=device),  # nothing is written
             )
             attention[name] = noted.builder.build_for_rows(asked)
-        entering = self._entering[places.long()]  # (K, H)
+        entering = self._entering[places.long()].split(self._tail.config.hidden_size, dim=1)
         with set_forward_context(
             attention, self._config, num_tokens=len(rows), slot_mapping={}, skip_compiled=True
         ):
@@ -174,5 +175,5 @@ class Pages:
             named = context.all_moe_layers or []
             own = [i for i, one in enumerate(named) if one.startswith("tail.")]
             context.moe_layer_index = own[0] if own else 0
-            hidden: torch.Tensor = self._tail.forward(lengths.long() - 1, entering)
+            hidden: torch.Tensor = self._tail.forward(lengths.long() - 1, entering[0], entering[1:])
         return hidden

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..requests import DEFAULTS, StopRequest
@@ -25,6 +26,10 @@ REPLY = "ospruner_reply"
 PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
 _PROCESSORS = (f"{__package__}.runner_v1:V1Processor", f"{__package__}.runner_v2:V2Processor")
 _WORKER_EXTENSION = f"{__package__}.processor.StopRecords"
+
+
+# What is known of a base's model that keeps states.
+_ROOM = ("has_inner_state", "is_hybrid", "supports_mamba_prefix_caching", "supports_replayssm")
 
 
 class Defaults:
@@ -51,7 +56,12 @@ class ServedPolicy:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Called first; nothing is to be done then."""
+        """Called first: what vLLM makes room for is what the base keeps."""
+        text = model_config.hf_config.get_text_config()
+        if is_recurrent(text):
+            info, _ = model_config.registry.inspect_model_cls([architecture(text)], model_config)
+            kept = {name: vars(info)[name] for name in _ROOM}
+            model_config._model_info = replace(model_config._model_info, **kept)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -75,6 +85,19 @@ class ServedPolicy:
         parallel.worker_extension_cls = parallel.worker_extension_cls or _WORKER_EXTENSION
         if not structured.reasoning_parser:
             structured.reasoning_parser = parser_of(model.hf_config.reasoning_format or {}) or ""
+
+
+def architecture(text: Any) -> str:
+    """The name of transformers' class of a base; vLLM's goes by the same."""
+    names = importlib.import_module("transformers.models.auto.modeling_auto")
+    name: str = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
+    return name
+
+
+def is_recurrent(text: Any) -> bool:
+    """Whether some of a base's layers keep a state in place of keys, as its configuration says."""
+    kinds = set(vars(text).get("layer_types") or ())
+    return bool(kinds - {f"{one}_attention" for one in ("full", "sliding", "chunked")})
 
 
 def parser_of(literals: Mapping[str, Any]) -> str | None:

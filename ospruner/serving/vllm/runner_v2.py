@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsContext,
     LogitsProcessor,
@@ -33,7 +34,7 @@ from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
 from .processor import PolicyProcessor
 
-__all__ = ["Arrivals", "V2Processor"]
+__all__ = ["Arrivals", "HybridArrivals", "V2Processor"]
 
 
 class Arrivals(DefaultModelState):
@@ -72,6 +73,10 @@ class Arrivals(DefaultModelState):
         self.batch = input_batch
         prepared: dict[str, Any] = super().prepare_attn(input_batch, *args, **kwargs)
         return prepared
+
+
+class HybridArrivals(Arrivals, MambaHybridModelState):
+    """Likewise, beside vLLM's state of a base some of whose layers keep states."""
 
 
 class _Request(NamedTuple):
@@ -202,22 +207,26 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         }
         ahead = {slot: standing[slot].ahead() for slot in turning}
         for depth in range(1, 1 + max((row.drafts for row in drafted), default=0)):
-            level = [(r, ahead[r.slot]) for r in drafted if r.drafts == depth and r.slot in ahead]
-            for row, served in level:
-                served.take(row.token)
-            self._step(logits, level)
+            rows = [row for row in drafted if row.drafts == depth and row.slot in ahead]
+            for row in rows:
+                if row.token < 0:  # in the place of a draft: it and what follows are rejected
+                    del ahead[row.slot]
+                else:
+                    ahead[row.slot].take(row.token)
+            self._step(logits, [(row, ahead[row.slot]) for row in rows if row.slot in ahead])
 
     def _ask(self, rows: Sequence[_Row]) -> torch.Tensor:
         """What the head says of tokens of this step, (K, 1 or 6)."""
         batch, pages = self._arrivals.batch, self._head.pages
-        if pages is None:  # it has said it of all of them
-            return self._head.outputs[[row.place for row in rows]]
         assert batch is not None
+        # vLLM may verify a batch in parts: rows of logits are counted anew in each.
         order = {slot: i for i, slot in enumerate(batch.idx_mapping_np.tolist())}
         numbers = [[order[row.slot], row.position] for row in rows]
         here, positions = torch.tensor(numbers, device=self._device).unbind(1)
         starts = batch.query_start_loc[:-1][here].long()
         places = starts + positions - batch.positions[starts]
+        if pages is None:  # it has said it of all of them
+            return self._head.outputs[places]
         lengths = (positions + 1).to(torch.int32)
         said: torch.Tensor = self._head(pages.hidden(here, lengths, places).float())
         return said

@@ -66,6 +66,7 @@ def started(policy: Policy, config: Any = None, **differing: Any) -> Any:
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "model_config": SimpleNamespace(
             logits_processors=None,
+            enable_trace_replay=False,
             hf_config=policy.config if config is None else config,
             model=policy.config._name_or_path,
             revision=None,
@@ -89,18 +90,22 @@ def changed(model: Policy, **fields: Any) -> Any:
     return config
 
 
-V2 = {"use_v2_model_runner": True}
-EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
+def drafting(method: str = "eagle3", **further: Any) -> dict[str, Any]:
+    further = {"rejection_sample_method": "standard", **further}
+    speculative = SimpleNamespace(method=method, **further)
+    return {"use_v2_model_runner": True, "speculative_config": speculative}
 
 
 @pytest.mark.parametrize(
     ("fields", "differing", "message"),
     [
         (
-            {"tuning": "queries"},
-            V2 | EAGLE,
-            "'eagle3', which reads the hidden.*works with ngram, ngram_gpu, draft_model",
+            {},
+            drafting("mtp"),
+            "method is 'mtp', and .* 'ngram_gpu' or .* 'eagle3': no other drafts",
         ),
+        ({}, drafting(rejection_sample_method="synthetic"), "is 'synthetic', .* beyond a stop"),
+        ({}, {"enable_trace_replay": True}, "trace_replay is True, .*: what it replays is written"),
         ({}, {"pipeline_parallel_size": 2}, "parallel_size is 2.*--tensor-parallel-size"),
         ({}, {"reasoning_parser": "openai_gptoss"}, "type is gpt_oss.*parser ospruner_harmony"),
         ({"method": "flashthink"}, {}, "is a verifier, which reads another"),
@@ -116,10 +121,10 @@ EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
                 ("cache_dtype", "fp8", "leave --kv-cache-dtype out"),
                 ("data_parallel_size", 2, "use --tensor-parallel-size"),
                 ("decode_context_parallel_size", 2, "use --tensor-parallel-size"),
-                ("prefill_context_parallel_size", 4, "use --tensor-parallel-size"),
-                ("use_ubatching", True, "leave --enable-dbo out"),
             )
         ),
+        ({}, {"prefill_context_parallel_size": 4}, "parallel_size is 4.*--tensor-parallel-size"),
+        ({}, {"use_ubatching": True}, "use_ubatching is True, .* inside vLLM .*--enable-dbo out"),
     ],
 )
 def test_what_would_be_wrong_is_refused_at_start(
@@ -151,7 +156,9 @@ def test_what_stops_is_named_as_vllm_chooses_its_runner(
     assert theirs.structured_outputs_config.reasoning_parser == "qwen3"
     assert theirs.parallel_config.worker_extension_cls == "c.D"
     with pytest.raises(ValueError, match=r"speculative decoding.*leave --speculative-config out"):
-        ServedPolicy.verify_and_update_config(started(model, **EAGLE))
+        ServedPolicy.verify_and_update_config(
+            started(model, **drafting() | {"use_v2_model_runner": False})
+        )
     with pytest.raises(ValueError, match=r"additional_config\['ospruner'\]: stop_threshold is 4"):
         ServedPolicy.verify_and_update_config(
             started(model, additional_config={"ospruner": {"stop_threshold": 4}})
@@ -161,19 +168,23 @@ def test_what_stops_is_named_as_vllm_chooses_its_runner(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM keeps recurrent states"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM keeps compressed"),
+        ("nemotron_h", "NemotronHForCausalLM keeps recurrent states"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM has compressed"),
         ("olmo2", "Olmo2ForCausalLM is run by transformers' own code"),
         ("gemma2", "Gemma2ForCausalLM has no tap"),
         ("nanochat", "there is no NanoChatForCausalLM"),
-        ("laguna", "LagunaForCausalLM was never found to give the same"),
+        ("glm4", None),  # by its decoder
+        ("qwen3_next", None),
         ("granite", None),
         ("gemma3_text", None),
     ],
 )
 def test_a_base_is_taken_by_what_vllms_model_can_do(kind: str, message: str | None) -> None:
-    why = why_not(AutoConfig.for_model(kind))
+    config = AutoConfig.for_model(kind)
+    why = why_not(config)
     assert why is message is None or (message or "-") in str(why)
+    recurrent = kind in ("qwen3_next", "nemotron_h")
+    assert "keeps recurrent states" in str(why_not(config, queries=False)) or not recurrent
 
 
 def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
@@ -212,7 +223,7 @@ def test_files_that_are_others_are_refused_at_start(
 
     `tests/modeling` has all kinds of the last two.
     """
-    check_start(started(model))
+    check_start(started(model, **drafting()))
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, absent))
@@ -436,8 +447,11 @@ class RunnerV2:
 
     def hidden(self, rows: Any, lengths: Any, places: Any) -> torch.Tensor:
         texts = [one.origin_input_ids + one.output_ids + d for _, one, d in self.here.values()]
-        pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
-        return torch.tensor([[said(texts[row][:length])] for row, length in pairs])
+        asked = [
+            texts[row][:length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+        ]
+        assert not any(-1 in text for text in asked)  # no draft: it and what follows are rejected
+        return torch.tensor([[said(text)] for text in asked])
 
     def step(self, draw: random.Random) -> None:
         """One forward: each request's last token and its drafts, some of them wrong."""
@@ -446,7 +460,7 @@ class RunnerV2:
         for slot, (name, one, _) in self.here.items():
             done, end = len(one.output_ids), len(one.origin_input_ids) + len(one.output_ids) - 1
             tokens = [self.written(one, done + j) for j in range(self.drafts)]
-            tokens = [draw.choice([token, token, 7]) for token in tokens]
+            tokens = [draw.choice([token, token, token, 7, -1]) for token in tokens]
             self.here[slot] = (name, one, tokens)
             for j, token in enumerate([int(self.ids[slot, end]), *tokens]):
                 rows.append((slot, j, end + j, token))

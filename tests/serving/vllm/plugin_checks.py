@@ -76,14 +76,18 @@ def check_stops(
     model: Policy,
     prompts: Sequence[Sequence[int]],
     extras: Sequence[dict[str, Any]],
-    ahead: bool = False,
+    sampled: bool = False,
 ) -> Counter[str]:
-    """Compares requests with their replays, each probability to `TOLERANCE`; why they stopped."""
+    """Compares requests with their replays, each probability to `TOLERANCE`; why they stopped.
+
+    Every other one is `sampled`.
+    """
     named = [extra | {"stop_id": f"s{i}"} for i, extra in enumerate(extras)]
-    outputs = run(llm, prompts, [greedy(extra) for extra in named])
+    params = [greedy(one, temperature=float(sampled and i % 2)) for i, one in enumerate(named)]
+    outputs = run(llm, prompts, params)
     reasons, seen = Counter[str](), list[float]()
     for i, ([ids], prompt) in enumerate(zip(outputs, prompts, strict=True)):
-        replayed = check_record(model, prompt, ids, named[i], record(llm, f"s{i}"), ahead)
+        replayed = check_record(model, prompt, ids, named[i], record(llm, f"s{i}"))
         reasons[replayed.reason] += 1
         seen += replayed.probabilities
     print(reasons, f"{len(seen)} probabilities from {min(seen)} to {max(seen)}")

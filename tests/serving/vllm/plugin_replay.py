@@ -78,6 +78,7 @@ def replay(
     output_ids: Sequence[int],
     extra: Mapping[str, Any],
     probabilities: Sequence[float] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> StopRow:
     """Follows a response; every token that the rules determine must stand there.
 
@@ -88,6 +89,7 @@ def replay(
         extra: the request's keys; with a seed, where it samples.
         probabilities: what vLLM recorded at the response's step ends, in order: compared with
             the model's, and used in their place, lest a near tie tell nothing.
+        tolerance: of that comparison.
     """
     fmt, config = model.token_format, model.config
     settings = StopRequest(extra).settings(StopRequest(None))
@@ -104,7 +106,7 @@ def replay(
             own = ours[len(prompt_ids) + i - 1]
             step = len(row.record.step_ends)
             told = own if probabilities is None else probabilities[step]
-            assert abs(told - own) < TOLERANCE, (step, told, own)
+            assert abs(told - own) < tolerance, (step, told, own)
             row.decide(Said(told))
         if row.phase is Phase.FORCING:
             assert token == row.forced[0], f"token {i} is {token}, not the forced {row.forced[0]}"

@@ -9,10 +9,6 @@ from . import on_runner_v2  # isort: skip
 
 from pathlib import Path
 
-import pytest
-from vllm import LLM
-
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks, price_checks
@@ -24,12 +20,11 @@ from .plugin_checks import (
     greedy,
     mixed,
     plain,
-    record,
     run,
     served,
     start_policy,
 )
-from .plugin_replay import TOLERANCE, make_policy
+from .plugin_replay import make_policy
 from .queries_checks import model
 
 __all__ = ["environment", "mixed", "model", "on_runner_v2", "plain", "served"]
@@ -64,27 +59,3 @@ def test_layers_of_their_own_stop_where_generate_would(
     assert run(served, mixed[:12], never) == plain[:12]
     seeds = [{"stop_policy": True, "stop_seed": 7, "stop_sample_index": i} for i in range(12)]
     assert check_stops(served, model, mixed[:12], seeds)["policy"] > 0
-
-
-def test_drafted_tokens_are_decided_in_order_and_cut_at_a_stop(
-    served: LLM, model: OSPrunerForCausalLM, reasoner: Reasoner, mixed: list[list[int]]
-) -> None:
-    """The base drafts for itself: nearly every draft is accepted, unless a stop comes between."""
-    folder = model.config._name_or_path
-    drafts = {"method": "draft_model", "model": str(reasoner.folder), "num_speculative_tokens": 3}
-    ahead = start_policy(folder, **TIGHT, speculative_config=drafts)
-    prompts = mixed[:16]
-    extras = [
-        {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i, "stop_id": f"d{i}"}
-        | ({"max_thinking_tokens": 30} if i % 4 == 1 else {})
-        for i in range(len(prompts))
-    ]
-    params = [greedy(extra) for extra in extras]
-    assert run(ahead, prompts, params) == run(served, prompts, params)
-    for i in range(len(prompts)):
-        told, plainly = record(ahead, f"d{i}"), record(served, f"d{i}")
-        probabilities = told.pop("probabilities")
-        assert probabilities == pytest.approx(plainly.pop("probabilities"), abs=TOLERANCE)
-        assert told == plainly
-    counts = {metric.name: metric for metric in ahead.get_metrics()}
-    assert counts["vllm:spec_decode_num_accepted_tokens"].value > 100
