@@ -1,6 +1,6 @@
 """Which bases a policy works on: `python -m tests.bases_table`, then `make docs`.
 
-Writes `docs/bases.json`, from which the table of docs/own-model.md is filled: for each family a
+Writes `docs/bases.json`, from which the table of docs/bases.md is filled: for each family a
 tiny random base, the policy's answer on it compared with a reference, or why it is refused. In
 transformers the copies of the base's last two layers must give its own last hidden states. For vLLM
 it says which are compared in `tests/serving/vllm/bases_checks.py`: tokens with plain vLLM's, stop
@@ -51,11 +51,12 @@ def in_vllm(name: str, base: PreTrainedModel) -> str:
     """Whether the checks of bases in a real vLLM have it, or why vLLM takes none."""
     from ospruner.serving.vllm.model import why_not
 
-    from .serving.vllm.bases_checks import BASES
+    from .serving.vllm.bases_checks import REFUSED, RIGHT
 
-    if (why := why_not(base.config)) is not None:
+    why = why_not(base.config) or REFUSED.get(name)
+    if why is not None:
         return f"refused: {why}"
-    return "right" if name in BASES else "taken, not compared"
+    return "right" if name in RIGHT else "taken, not compared"
 
 
 def main(names: Sequence[str]) -> None:

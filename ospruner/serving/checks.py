@@ -130,8 +130,8 @@ def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
         return
     adapters: dict[str, torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
-    n, total = config.num_policy_layers, config.get_text_config().num_hidden_layers
-    names = {f"base.model.layers.{total - n + i}.": f"layers.{i}." for i in range(n)}
+    layers = empty_policy(config, empty_base(config.get_text_config())).copied
+    names = {f"base.model.layers.{number}.": f"layers.{i}." for i, number in enumerate(layers)}
     names["base.model.norm."] = "norm."
     for name, tensor in weights:
         if name.startswith("policy.tail."):

@@ -84,9 +84,20 @@ HYBRID: dict[str, Any] = {
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN.split()},
     **dict.fromkeys(
-        ["cohere2", "exaone4", "gemma2", "ministral", "mistral", "olmo3", "vaultgemma"], WINDOW
+        [
+            "cohere2",
+            "exaone4",
+            "gemma2",
+            "granite_swa",
+            "ministral",
+            "mistral",
+            "olmo3",
+            "vaultgemma",
+        ],
+        WINDOW,
     ),
     **dict.fromkeys(["afmoe", "exaone_moe", "flex_olmo", "olmoe"], EXPERTS),
+    "cohere2_moe": EXPERTS | WINDOW,
     **dict.fromkeys(["minimax_m2", "mixtral", "phimoe"], LOCAL_EXPERTS),
     **dict.fromkeys(["dots1", "solar_open"], ROUTED_EXPERTS),
     **dict.fromkeys(
@@ -105,6 +116,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "mimo_v2_flash": {**ROUTED_EXPERTS, **WINDOW, "v_head_dim": 8},
+    "minicpm3": LATENT,
     "qwen2_moe": SHARED_EXPERTS,
     "kimi_linear": {**ROUTED_EXPERTS, **LATENT, **HYBRID, "num_experts": 4},
     "laguna": {**EXPERTS, "shared_expert_intermediate_size": 24},
@@ -128,6 +141,7 @@ MORE: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
     },
     "minimax": LOCAL_EXPERTS,
+    "llama4_text": {**LOCAL_EXPERTS, "intermediate_size_mlp": 48},
     "gpt2": {},
 }
 

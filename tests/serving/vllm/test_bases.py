@@ -9,12 +9,16 @@ import pytest
 from ...own_process import needs_vllm, run_checks
 
 NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "glm4", "gpt_oss")
-MORE = ("afmoe", "ernie4_5", "gemma4_text", "granite", "ministral3", "phi3")  # queries alone
+MORE = (  # queries alone
+    *("afmoe", "apertus", "ernie4_5", "gemma4_text", "granite", "granite_swa", "laguna"),
+    *("ministral3", "phi3"),
+)
 CASES = [f"test_base[2-{base}]" for base in NAMES]
 CASES += ["test_base[0-qwen2]", "test_base[3-llama]", "test_base[3-gpt_oss]"]
 CASES += [f"test_queries[{base}]" for base in NAMES + MORE] + ["test_queries_compiled"]
 CASES += [f"test_adapters[{one}]" for one in ("llama-layers", "qwen3_moe-layers", "qwen3-queries")]
 CASES += ["test_compiled[qwen2]", "test_compiled[gemma3_text]", "test_two_tensor_parallel_ranks"]
+CASES += ["test_a_hybrid", "test_refused[cohere2_moe]", "test_refused[mimo_v2_flash]"]
 CASES += ["test_a_base_of_other_weights_is_refused"]
 
 
