@@ -172,8 +172,11 @@ def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> State
     """
     base, queries = model.base, model.policy.queries
     check_length(base.config, max(map(len, texts)), "the text")
-    # The masks that confine packed traces keep flash attention away, which CUDA has.
-    together = takes_packing(base) and base.device.type != "cuda"
+    # The masks that confine packed traces keep causal attention away: of CUDA's it is most, of a
+    # CPU's half, which is a tenth of a pass where traces are about as long as each other.
+    lengths = list(map(len, texts))
+    padded = len(lengths) * max(lengths) > 1.1 * sum(lengths)
+    together = padded and takes_packing(base) and base.device.type != "cuda"
     packed, decoder = pack(texts, together), base.get_decoder()
     ids, places = packed.input_ids.to(base.device), packed.position_ids.to(base.device)
     reading = TrunkReader(base, model.policy)
