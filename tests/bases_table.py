@@ -49,7 +49,7 @@ def in_transformers(base: PreTrainedModel, tuning: str) -> str:
 
 def in_vllm(name: str, base: PreTrainedModel) -> str:
     """Whether the checks of bases in a real vLLM have it, or why vLLM takes none."""
-    from ospruner.serving.vllm.model import why_not
+    from ospruner.serving.vllm.servable import why_not
 
     from .serving.vllm.bases_checks import REFUSED, RIGHT
 

@@ -18,64 +18,27 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
-from vllm import ModelRegistry
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models import transformers
-from vllm.model_executor.models.interfaces import (
-    EagleModelMixin,
-    SupportsEagle3,
-    has_inner_state,
-    is_hybrid,
-    supports_eagle3,
-)
+from vllm.model_executor.models.interfaces import SupportsEagle3, is_hybrid
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
 from ospruner.bases import empty_base
 
-from ..checks import (
-    Weights,
-    Works,
-    check_base_weights,
-    check_policy,
-    check_settings,
-    merge_adapters,
-    quantisation,
-)
-from .gemma3 import TappedGemma3ForCausalLM
-from .pages import ONE_RANK, QUERIES_WORK, Pages, most_tokens
-from .plugin import HARMONY_PARSER, architecture, is_recurrent
+from ..checks import Weights, check_base_weights, merge_adapters, quantisation
+from .pages import Pages, most_tokens
+from .plugin import architecture
+from .servable import TAPPED, check_start, check_windows, class_of_base
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "why_not"]
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
-
-
-_TAPPED = {"Gemma3ForCausalLM": TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
-_WORKS: Works = {
-    # The tail follows the whole base, on all tokens of a step.
-    "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
-    "parallel_config.prefill_context_parallel_size": ((1,), ONE_RANK),
-    "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
-    "model_config.enable_trace_replay": ((False,), "what it replays is written over every stop"),
-}
-_DRAFTS_WORK: Works = {
-    "speculative_config.method": (
-        ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"),
-        "no other drafts were run beside one",
-    ),
-    "speculative_config.rejection_sample_method": (
-        ("standard", "block"),
-        "it takes drafts whatever the model says, also beyond a stop",
-    ),
-}
 
 
 class StopHead(nn.Linear):
@@ -202,16 +165,6 @@ class _Loading(nn.Module):
         return loaded
 
 
-def _check_windows(base: nn.Module, name: str, window: int | None) -> None:
-    """Refuses a base that sees other tokens in vLLM than in transformers, as Cohere 2 MoE does."""
-    seen = {one.sliding_window for one in base.modules() if isinstance(one, Attention)}
-    if others := seen - {None, window}:
-        raise ValueError(
-            f"vLLM's {name} looks back over {max(others)} tokens, transformers' over {window}: "
-            "generate with transformers"
-        )
-
-
 def _weights_of(layer: nn.Module) -> set[tuple[str, torch.Size]]:
     return {(name, one.shape) for name, one in layer.named_parameters()}
 
@@ -241,14 +194,14 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         own = _for_base(vllm_config, [name])
         prefix = maybe_prefix(prefix, "base")
         try:
-            base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(name))
+            base: Any = initialize_model(own, prefix=prefix, model_class=TAPPED.get(name))
         except AttributeError as error:  # as of MiMo V2 Flash's
             raise ValueError(
                 f"vLLM's {name} is not made of transformers' configuration ({error}): generate "
                 "with transformers"
             ) from error
         self.base: Any = base
-        _check_windows(base, name, vars(text).get("sliding_window"))
+        check_windows(base, name, vars(text).get("sliding_window"))
         self.tail: _Tail | None = None
         self._pages: Pages | None = None  # with a policy of queries only
         policy = empty_policy(config, empty_base(text))
@@ -284,12 +237,12 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
         """Of what a hybrid base keeps in place of keys."""
-        return _class_of_base(vllm_config).get_mamba_state_shape_from_config(vllm_config)
+        return class_of_base(vllm_config).get_mamba_state_shape_from_config(vllm_config)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> Any:
         """Likewise."""
-        return _class_of_base(vllm_config).get_mamba_state_dtype_from_config(vllm_config)
+        return class_of_base(vllm_config).get_mamba_state_dtype_from_config(vllm_config)
 
     def get_mamba_state_copy_funcs(self, mamba_types: Any) -> Any:
         """How it is copied."""
@@ -394,71 +347,6 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         # A base that was not on this machine at the start is now.
         check_base_weights(self._config, self._download_dir)
         return loaded
-
-
-def why_not(text: Any, queries: bool = True) -> str | None:
-    """Why vLLM cannot run a base of this configuration with a tail beside it; None if it can.
-
-    A tail of `queries` only keeps nothing of its own.
-    """
-    name = architecture(text)
-    if name not in ModelRegistry.models:
-        return f"there is no {name}"
-    try:
-        found = ModelRegistry.models[name].load_model_cls()
-    except ImportError as error:
-        return f"{name} cannot be imported ({error})"
-    if issubclass(found, transformers.base.Base):
-        return f"{name} is run by transformers' own code, whose layers are not copied"
-    if is_hybrid(found) or has_inner_state(found):
-        if not is_recurrent(text):
-            return f"{name} keeps recurrent states, and no layer_types say where"
-        if not queries:
-            return f"{name} keeps recurrent states, beside which a policy is one of queries"
-    if vars(text).get("kv_lora_rank"):
-        return f"{name} has compressed (latent) keys and values, which are not read"
-    if not (supports_eagle3(found) or name in _TAPPED or _has_tapped_decoder(found)):
-        return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
-    return None
-
-
-def _class_of_base(vllm_config: VllmConfig) -> Any:
-    name = architecture(vllm_config.model_config.hf_text_config)
-    return ModelRegistry.models[name].load_model_cls()
-
-
-def _has_tapped_decoder(found: type) -> bool:
-    """Whether a decoder beside it has the tap, as GLM-4's, of which vLLM does not say so."""
-    beside = vars(importlib.import_module(found.__module__)).values()
-    decoders = (one for one in beside if isinstance(one, type) and issubclass(one, EagleModelMixin))
-    return any(one.__module__ == found.__module__ for one in decoders)
-
-
-def check_start(vllm_config: VllmConfig) -> None:
-    """Refuses what the policy would silently do without, or do wrong.
-
-    Raises:
-        ValueError: naming what was asked for and what to do; or see `check_policy`.
-        OSError: the base or the policy's file is not found.
-    """
-    config: OSPrunerConfig = vllm_config.model_config.hf_config
-    works, queries = dict(_WORKS), config.tuning == "queries" or config.num_policy_layers == 0
-    if config.tuning == "queries" and config.num_policy_layers > 0:
-        works |= QUERIES_WORK
-    if vllm_config.speculative_config is not None:
-        works |= _DRAFTS_WORK
-    parser = vllm_config.structured_outputs_config.reasoning_parser
-    if parser == "openai_gptoss":
-        raise ValueError(
-            f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
-            f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
-        )
-    check_settings(vllm_config, works, "vLLM")
-    model, load = vllm_config.model_config, vllm_config.load_config
-    weights = load.load_format != "dummy"
-    # Before the base's weights are read, and with the same words as everywhere.
-    unfit = why_not(config.get_text_config(), queries)
-    check_policy(config, model.model, "vLLM", unfit, model.revision, load.download_dir, weights)
 
 
 def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:

@@ -78,9 +78,9 @@ def _record(worker: Any) -> Recorded:
         if isinstance(layer, Attention):
             layer.use_direct_call = False  # an operator that reads the batch, as on GPUs
     served: Any = worker.model_runner.model
-    assert isinstance(served, OSPrunerVLLM)
     recorded = Recorded(served.forward)
     vars(served)["forward"] = recorded
+    assert isinstance(served, OSPrunerVLLM)
     return recorded
 
 

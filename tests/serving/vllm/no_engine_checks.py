@@ -33,11 +33,12 @@ from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.checks import check_base_weights, merge_adapters
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start, why_not
+from ospruner.serving.vllm.model import STOP_HEAD, StopHead
 from ospruner.serving.vllm.plugin import Defaults, ServedPolicy
 from ospruner.serving.vllm.processor import PolicyProcessor, StopRecords
 from ospruner.serving.vllm.runner_v1 import V1Processor
 from ospruner.serving.vllm.runner_v2 import V2Processor
+from ospruner.serving.vllm.servable import check_start, why_not
 
 from ...broken_tensors import BROKEN, break_tensors
 from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said

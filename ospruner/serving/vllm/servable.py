@@ -1,0 +1,121 @@
+"""Which policies and bases vLLM serves: refused at the start, by what is seen of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import transformers
+from vllm.model_executor.models.interfaces import (
+    EagleModelMixin,
+    has_inner_state,
+    is_hybrid,
+    supports_eagle3,
+)
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+
+from ..checks import Works, check_policy, check_settings
+from .gemma3 import TappedGemma3ForCausalLM
+from .pages import ONE_RANK, QUERIES_WORK
+from .plugin import HARMONY_PARSER, architecture, is_recurrent
+
+__all__ = ["TAPPED", "check_start", "check_windows", "class_of_base", "why_not"]
+
+TAPPED = {"Gemma3ForCausalLM": TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
+_WORKS: Works = {
+    # The tail follows the whole base, on all tokens of a step.
+    "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
+    "parallel_config.prefill_context_parallel_size": ((1,), ONE_RANK),
+    "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
+    "model_config.enable_trace_replay": ((False,), "what it replays is written over every stop"),
+}
+_DRAFTS_WORK: Works = {
+    "speculative_config.method": (
+        ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"),
+        "no other drafts were run beside one",
+    ),
+    "speculative_config.rejection_sample_method": (
+        ("standard", "block"),
+        "it takes drafts whatever the model says, also beyond a stop",
+    ),
+}
+
+
+def why_not(text: Any, queries: bool = True) -> str | None:
+    """Why vLLM cannot run a base of this configuration with a tail beside it; None if it can.
+
+    A tail of `queries` only keeps nothing of its own.
+    """
+    name = architecture(text)
+    if name not in ModelRegistry.models:
+        return f"there is no {name}"
+    try:
+        found = ModelRegistry.models[name].load_model_cls()
+    except ImportError as error:
+        return f"{name} cannot be imported ({error})"
+    if issubclass(found, transformers.base.Base):
+        return f"{name} is run by transformers' own code, whose layers are not copied"
+    if is_hybrid(found) or has_inner_state(found):
+        if not is_recurrent(text):
+            return f"{name} keeps recurrent states, and no layer_types say where"
+        if not queries:
+            return f"{name} keeps recurrent states, beside which a policy is one of queries"
+    if vars(text).get("kv_lora_rank"):
+        return f"{name} has compressed (latent) keys and values, which are not read"
+    if not (supports_eagle3(found) or name in TAPPED or _has_tapped_decoder(found)):
+        return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
+    return None
+
+
+def class_of_base(vllm_config: VllmConfig) -> Any:
+    """VLLM's own model of a policy's base."""
+    name = architecture(vllm_config.model_config.hf_text_config)
+    return ModelRegistry.models[name].load_model_cls()
+
+
+def _has_tapped_decoder(found: type) -> bool:
+    """Whether a decoder beside it has the tap, as GLM-4's, of which vLLM does not say so."""
+    beside = vars(importlib.import_module(found.__module__)).values()
+    decoders = (one for one in beside if isinstance(one, type) and issubclass(one, EagleModelMixin))
+    return any(one.__module__ == found.__module__ for one in decoders)
+
+
+def check_start(vllm_config: VllmConfig) -> None:
+    """Refuses what the policy would silently do without, or do wrong.
+
+    Raises:
+        ValueError: naming what was asked for and what to do; or see `check_policy`.
+        OSError: the base or the policy's file is not found.
+    """
+    config: OSPrunerConfig = vllm_config.model_config.hf_config
+    queries, drafts = config.tuning == "queries", vllm_config.speculative_config is not None
+    works = {**_WORKS, **(_DRAFTS_WORK if drafts else {})}
+    if queries and config.num_policy_layers > 0:
+        works |= QUERIES_WORK
+    parser = vllm_config.structured_outputs_config.reasoning_parser
+    if parser == "openai_gptoss":
+        raise ValueError(
+            f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
+            f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
+        )
+    check_settings(vllm_config, works, "vLLM")
+    model, load = vllm_config.model_config, vllm_config.load_config
+    weights = load.load_format != "dummy"
+    # Before the base's weights are read, and with the same words as everywhere.
+    unfit = why_not(config.get_text_config(), queries or config.num_policy_layers == 0)
+    check_policy(config, model.model, "vLLM", unfit, model.revision, load.download_dir, weights)
+
+
+def check_windows(base: nn.Module, name: str, window: int | None) -> None:
+    """Refuses a base that sees other tokens in vLLM than in transformers, as Cohere 2 MoE does."""
+    seen = {one.sliding_window for one in base.modules() if isinstance(one, Attention)}
+    if others := seen - {None, window}:
+        raise ValueError(
+            f"vLLM's {name} looks back over {max(others)} tokens, transformers' over {window}: "
+            "generate with transformers"
+        )
