@@ -155,11 +155,6 @@ def drop(name: str) -> Callable[[Path], None]:
             "nobody/base at no revision",
         ),
         (edit(colour="red"), ["configuration"], "has no colour. Its fields are"),
-        (
-            edit(colour="red", ospruner_version="99.0"),
-            ["configuration"],
-            "pip install -U 'ospruner>=99.0'",
-        ),
         (within("reasoning_format", closing=None), ["reasoning format"], "'closing'"),
         (
             other_code,

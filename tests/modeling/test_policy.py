@@ -1,12 +1,10 @@
 """The policy's own layers, also as queries on the base's keys: made, trained, asked in generate."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     DynamicCache,
     GPT2Config,
@@ -19,9 +17,8 @@ from transformers import (
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig, max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.generation_ospruner import Asked
-from modeling_ospruner.modeling_ospruner import WEIGHTS
 from modeling_ospruner.policy_ospruner import LayerKeys
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
@@ -54,11 +51,6 @@ def test_the_copied_layers_and_the_head_train(tiny_base: Qwen2ForCausalLM) -> No
     assert modules == {"self_attn", "mlp", *norms}
     assert "tail.norm.weight" not in with_gradient
     assert not any(parameter.grad is not None for parameter in tiny_base.parameters())
-
-
-def test_too_many_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
-    with pytest.raises(ValueError, match=r"num_policy_layers is 5; it must lie in 0..4"):
-        fresh_layers(tiny_base, 5, tuning="layers")
 
 
 def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:
@@ -218,24 +210,6 @@ def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_poli
     assert max(rows for rows, _ in asked) > 1
     assert len(held) == LENGTH * 4  # the base's own layers, once a token: the policy adds nothing
     assert ids.past_key_values.get_seq_length() == WIDTH + LENGTH - 1
-
-
-def test_a_file_with_keys_of_its_own_is_refused(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_base_dir: Path,
-    tmp_path: Path,
-) -> None:
-    model = untrained(
-        tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir), tuning="layers"
-    )
-    model.save_pretrained(tmp_path)
-    config = OSPrunerConfig.from_pretrained(tmp_path)
-    config.tuning = "queries"
-    config.save_pretrained(tmp_path)
-    assert (tmp_path / WEIGHTS).is_file()
-    with pytest.raises(ValueError, match=r"tensors; unknown: \['tail\.layers\.0\.sel"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_keys_that_are_not_those_of_its_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:

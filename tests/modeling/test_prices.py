@@ -1,8 +1,6 @@
 """The head "price": one policy for every price of a token."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import PriceRange
@@ -207,27 +205,6 @@ def test_the_default_price_is_the_configurations(
         assert {name: vars(kept)[name] for name in promise if name != "max_loss"} == {
             name: value for name, value in promise.items() if name != "max_loss"
         }
-
-
-def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: Path) -> None:
-    named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
-    model = priced(reasoner.model, reasoner.tokenizer, **named)
-    model.config.price = 3e-4
-    model.save_pretrained(tmp_path)
-    literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    assert (literals["head"], literals["price_range"]) == ("price", list(RANGE))
-    (ids,) = prompts(reasoner, 1)
-    text = torch.tensor([ids])
-    loaded: Any
-    for loaded in (
-        OSPrunerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
-        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float32),
-        OSPrunerForCausalLM.from_base(reasoner.model, tmp_path),
-    ):
-        assert loaded.config.prices.high == 1e-2
-        for price in (None, *PRICES):
-            wanted, found = (stop_logits(one, text, price=price) for one in (model, loaded))
-            torch.testing.assert_close(wanted, found)
 
 
 def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> None:

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -89,18 +88,6 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> 
     shipped = {name for name in names if ".dist-info/" not in name}
     assert expected - shipped == set(), "in the tree, not in the wheel: see pyproject.toml"
     assert shipped - expected == set(), "in the wheel, not in the tree"
-
-
-def test_sdist_holds_every_file_of_the_packages(sdist: Path, repo_dir: Path) -> None:
-    expected = {"pyproject.toml", "README.md", "LICENSE"}
-    for folder in INSTALLED_AS:
-        expected |= {f"{folder}/{file}" for file in files_of(repo_dir / folder)}
-    with tarfile.open(sdist) as archive:
-        files = [member.name for member in archive.getmembers() if member.isfile()]
-    held = {name.partition("/")[2] for name in files}
-    own = {name for name in held if name.startswith("ospruner.egg-info/")}
-    assert expected - held == set(), "in the tree, not in the sdist"
-    assert held - own - expected == {"PKG-INFO", "setup.cfg"}, "in the sdist, not in the tree"
 
 
 @pytest.mark.slow
