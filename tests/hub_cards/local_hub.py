@@ -260,19 +260,19 @@ def _application(hub: LocalHub) -> Any:
             await app(scope, receive, send)
             return
         transport = receive.__self__.transport  # uvicorn's, of this very connection
-        passed = 0
+        passed, most = 0, cut.after_bytes
+        if most is None:
+            transport.abort()
+            return
 
         async def counted(message: Any) -> None:
             nonlocal passed
             passed += len(message.get("body", b""))
-            if passed > cut.after_bytes:
+            if passed > most:
                 transport.abort()
                 raise ConnectionAbortedError
             await send(message)
 
-        if cut.after_bytes is None:
-            transport.abort()
-            return
         with suppress(ConnectionAbortedError):
             await app(scope, receive, counted)
 
