@@ -55,8 +55,8 @@ def untrained(
         ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
             base's layers cannot be copied.
     """
-    check_blanks(tokenizer)
     chosen = reasoning_format or guess(tokenizer)
+    check_blanks(tokenizer)
     config = OSPrunerConfig(
         text_config=plain_text_config(base.config),
         base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),

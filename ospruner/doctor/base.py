@@ -158,8 +158,8 @@ def thinking(
         yield Finding("tokenizer", str(error).split("\n")[0], "wrong", advice)
         return
     try:
-        check_blanks(tokenizer)
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
+        check_blanks(tokenizer)
     except ValueError as error:
         advice = (
             "name its format (--format deepseek-r1, qwen3, harmony, plain or a .json file), or put "

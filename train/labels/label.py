@@ -375,8 +375,9 @@ def read_format(
     chosen = replace(chosen, step_tokens=chosen.step_tokens or step_tokens)
     if task is not None:
         chosen = task.shape(chosen)
+    compiled = TokenFormat.compile(chosen, tokenizer)
     check_blanks(tokenizer)
-    return TokenFormat.compile(chosen, tokenizer)
+    return compiled
 
 
 def _format_of(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
