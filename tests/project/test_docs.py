@@ -20,11 +20,13 @@ BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 def policies(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Policies of the reasoner that stop at about every third paragraph, by name."""
     folders = {}
-    fields = [{"init_bias": -1.0}, {"init_bias": -0.5}, {"price_range": (5e-5, 1e-2)}]
-    for name, more in zip((*POLICIES, EVERY_PRICE), fields, strict=True):
-        made: dict[str, Any] = {"base_model_name_or_path": str(REASONER), "tuning": "layers"}
+    fields: list[dict[str, Any]] = [{"init_bias": -1.0}, {"init_bias": -0.5}]
+    for name, more in zip(
+        (*POLICIES, EVERY_PRICE), [*fields, {"price_range": (5e-5, 1e-2)}], strict=True
+    ):
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
-        untrained(reasoner.model, reasoner.tokenizer, **made, **more).save_pretrained(folder)
+        model = untrained(reasoner.model, reasoner.tokenizer, tuning="layers", **more)
+        model.save_pretrained(folder)
         folders[name] = str(folder)
     return folders
 

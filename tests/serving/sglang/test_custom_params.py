@@ -222,8 +222,8 @@ def check(fields: dict[str, Any] | None = None, **server: Any) -> None:
 
 
 def test_servers_in_which_the_policy_works() -> None:
-    on_cpu = {"device": "cpu", "disable_prefill_cuda_graph": False}
-    for server in ({}, {"kv_cache_dtype": "bfloat16", "enable_lora": False}, on_cpu):
+    servers: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "bfloat16", "enable_lora": False}]
+    for server in [*servers, {"device": "cpu", "disable_prefill_cuda_graph": False}]:
         with pytest.raises(OSError, match="the base 'base' at revision None, which the policy pi"):
             check(**server)
 
