@@ -37,7 +37,7 @@ _WORKS: Works = {
 _DRAFTS_WORK: Works = {
     "speculative_config.method": (
         ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"),
-        "no other drafts were run beside one",
+        "no other drafts were run, and vLLM makes MTP's layers of a policy's configuration",
     ),
     "speculative_config.rejection_sample_method": (
         ("standard", "block"),

@@ -103,7 +103,7 @@ def drafting(method: str = "eagle3", **further: Any) -> dict[str, Any]:
         (
             {},
             drafting("mtp"),
-            "method is 'mtp', and .* 'ngram_gpu' or .* 'eagle3': no other drafts",
+            "method is 'mtp', and .* 'ngram_gpu' or .* 'eagle3': no other drafts were run",
         ),
         ({}, drafting(rejection_sample_method="synthetic"), "is 'synthetic', .* beyond a stop"),
         ({}, {"enable_trace_replay": True}, "trace_replay is True, .*: what it replays is written"),
