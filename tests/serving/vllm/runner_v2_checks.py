@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from . import on_runner_v2  # isort: skip
 
+from collections.abc import Callable
 from pathlib import Path
 
+from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 
-from . import plugin_checks, price_checks
+from . import bases_checks, plugin_checks, price_checks
+from .bases_checks import make
 from .plugin_checks import (
     NEVER,
     TIGHT,
@@ -27,7 +30,7 @@ from .plugin_checks import (
 from .plugin_replay import make_policy
 from .queries_checks import model
 
-__all__ = ["environment", "mixed", "model", "on_runner_v2", "plain", "served"]
+__all__ = ["environment", "make", "mixed", "model", "on_runner_v2", "plain", "served"]
 
 
 test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing
@@ -48,6 +51,12 @@ def test_it_is_served_at_the_prices_of_server_and_requests(
     price_checks.test_it_is_served_at_the_prices_of_server_and_requests(
         reasoner, tmp_path, "float32", "queries"
     )
+
+
+def test_a_hybrid(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
+    """Its tokens; `bases_checks` compares what is said, by the same code."""
+    model = make("qwen3_next", 2, "queries", fresh=True)
+    bases_checks.check(model, tmp_path, 3, tolerance=1, dtype="bfloat16")
 
 
 def test_layers_of_their_own_stop_where_generate_would(
