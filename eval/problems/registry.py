@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,15 @@ def load_task_class(path: str | Path) -> type[Task]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no task at {path}: give a .py file with a subclass of Task")
-    spec = importlib.util.spec_from_file_location(f"ospruner_task_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no .py file; a task is a Python file with a subclass of Task")
-    module = importlib.util.module_from_spec(spec)
+    module = f"ospruner_task_{path.stem}"
     try:
-        spec.loader.exec_module(module)
+        values = runpy.run_path(str(path), run_name=module).values()
     except Exception as error:  # whatever a user's file may raise
         raise ValueError(
             f"the task {path} cannot be run ({type(error).__name__}: {error}): mend the file"
         ) from error
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    found = [one for one in classes if issubclass(one, Task) and one.__module__ == spec.name]
+    classes = [value for value in values if inspect.isclass(value)]
+    found = [one for one in classes if issubclass(one, Task) and one.__module__ == module]
     if len(found) != 1:
         raise ValueError(f"{path} defines {len(found)} subclasses of Task; it must define one")
     kind: type[Task] = found[0]
