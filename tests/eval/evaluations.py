@@ -38,6 +38,21 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
     return TraceTable(**{**values, **columns})
 
 
+def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1) -> TraceTable:
+    """Traces of 1 to `steps` steps, each right or wrong by chance."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(steps) < rng.integers(1, steps + 1, traces)[:, None]
+    lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
+    return tabled(
+        mask,
+        problem_ids=[f"p{i}" for i in range(traces // per_problem)],
+        problem_index=np.arange(traces) // per_problem,
+        lengths=np.maximum.accumulate(lengths, axis=1),
+        correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
+        answer_tokens=rng.integers(1, 9, mask.shape) * mask,
+    )
+
+
 def replay_rule(split: Split, rule: StopRule) -> Outcome:
     """What a rule does on labelled traces."""
     return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)

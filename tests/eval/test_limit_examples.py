@@ -14,7 +14,7 @@ import pytest
 from ospruner.eval.limits import hindsight_oracle
 from ospruner.eval.replay import replay
 
-from .test_limits import make_table
+from .evaluations import make_table
 
 LoadScript = Callable[[str], ModuleType]
 

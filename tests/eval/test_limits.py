@@ -21,22 +21,8 @@ from ospruner.eval.limits import (
 )
 from ospruner.eval.metrics import AES_ABSOLUTE
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.table import TraceTable
 
-from .evaluations import tabled
-
-
-def make_table(seed: int, traces: int = 60, steps: int = 9) -> TraceTable:
-    rng = np.random.default_rng(seed)
-    num_steps = rng.integers(1, steps + 1, traces)
-    mask = np.arange(steps) < num_steps[:, None]
-    lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
-    return tabled(
-        mask,
-        lengths=np.maximum.accumulate(lengths, axis=1),
-        correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
-        answer_tokens=5 * mask,
-    )
+from .evaluations import make_table
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1e-3, 1e-2, 0.1]))

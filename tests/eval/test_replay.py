@@ -29,7 +29,7 @@ from ospruner.eval.replay import (
 from ospruner.eval.results import Estimate
 from ospruner.eval.table import FloatArray, TraceTable
 
-from .evaluations import tabled
+from .evaluations import make_table
 
 
 def summarise(
@@ -38,20 +38,6 @@ def summarise(
     """The rows of a frame of rules."""
     frame = Evaluation([Rule("full", base), *rules], index, seed=seed).frame(**more)
     return [row for _, row in frame.iloc[1:].iterrows()]
-
-
-def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 2) -> TraceTable:
-    rng = np.random.default_rng(seed)
-    mask = np.arange(steps) < rng.integers(1, steps + 1, traces)[:, None]
-    lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
-    return tabled(
-        mask,
-        problem_ids=[f"p{i}" for i in range(traces // per_problem)],
-        problem_index=np.arange(traces) // per_problem,
-        lengths=np.maximum.accumulate(lengths, axis=1),
-        correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
-        answer_tokens=rng.integers(1, 9, mask.shape) * mask,
-    )
 
 
 def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray, FloatArray]:
@@ -69,7 +55,7 @@ def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray,
 
 
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
-    table = make_table(5, traces=40, per_problem=1)
+    table = make_table(5, traces=40)
     first, full = replay_step(table, 1), replay_full(table)
 
     accurate = AesVariant(alpha=0, beta=1, gamma=1)  # whatever the length
@@ -202,7 +188,7 @@ def test_errors() -> None:
 
 
 def test_summarise_and_compare() -> None:
-    table = make_table(7, traces=400)
+    table = make_table(7, traces=400, per_problem=2)
     full, early = replay_full(table), replay_step(table, 2)
     rules = [Rule("full trace", full), Rule("step", early, 2, "step")]
     base, result = summarise(rules, full, table.problem_index, seed=1)
@@ -296,7 +282,7 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
 
 def test_pooling_by_hand() -> None:
     """Two seeds on two traces: each number of a trace is the mean of the seeds'."""
-    table = make_table(3, traces=2, per_problem=1)
+    table = make_table(3, traces=2)
     table = replace(table, flops=10 * table.lengths.astype(np.float64))
     stops = [np.zeros(2, int), table.last]
     one, other = (replay_at(table, at) for at in stops)
@@ -316,7 +302,7 @@ def test_pooling_by_hand() -> None:
 
 def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     """Seeds that differ more than problems do widen the interval; equal seeds do not."""
-    table = make_table(5, traces=400, per_problem=1)
+    table = make_table(5, traces=400)
     full = replay_full(table)
     one = replay_step(table, 1)
     better = replace(one, correct=np.minimum(one.correct + 0.4, 1))
