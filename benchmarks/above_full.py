@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import timing
 from rich.console import Console
 from tails import Study, interval, options
@@ -29,7 +30,6 @@ from tails import Study, interval, options
 from ospruner.eval.limits import hindsight_oracle
 from ospruner.eval.replay import replay
 from ospruner.eval.table import FloatArray
-from ospruner.eval.text import markdown_table
 from ospruner.progress import PhaseBars
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.prices import automatic_range
@@ -98,16 +98,7 @@ def main() -> None:
         name = "votes of all steps" if count == VOTES[-1] else f"votes of the last {count} steps"
         found[name] = told(100 * (np.array([right]) - full), problems)
     found["hindsight oracle"] = told(100 * (hindsight_oracle(table).correct - full)[None], problems)
-    lines = [
-        [
-            name,
-            f"{one['gain']:+.1f} [{one['low']:+.1f}, {one['high']:+.1f}]",
-            *(f"{one[key]:.1f}" for key in ("better", "worse", "by_chance")),
-        ]
-        for name, one in found.items()
-    ]
-    heads = ["", "accuracy less the full trace's", "mended", "spoilt", "by chance"]
-    print(markdown_table(heads, lines))
+    print(pd.DataFrame(found).T.round(1).to_string())
     sizes = {"traces": len(table), "full_accuracy": float(full.mean()), "seed": args.seed}
     timing.print_last_line({"rules": found, **sizes, "prices": [low, 0.0]}, args.json)
 

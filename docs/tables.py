@@ -291,6 +291,20 @@ def drift(file: Content) -> str:
     return markdown_table(["share of requests", *heads], rows)
 
 
+def above_full(file: Content) -> str:
+    """What is right more often than the full trace, and what of it is chance."""
+    rows = [
+        [
+            name,
+            f"{one['gain']:+.1f} [{one['low']:+.1f}, {one['high']:+.1f}]",
+            *(f"{one[key]:.1f}" for key in ("better", "worse", "by_chance")),
+        ]
+        for name, one in file["rules"].items()
+    ]
+    heads = ["", "accuracy less the full trace's, points", "mended", "spoilt", "by chance"]
+    return markdown_table(heads, rows)
+
+
 def tails(file: Content) -> str:
     """What small policies store and earn, beside whole copies."""
     rows = [
@@ -322,6 +336,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "choices": choices,
     "promises": promises,
     "tails": tails,
+    "above-full": above_full,
     "at-prices": at_prices,
     "areas": areas,
     "gaps": gaps,
