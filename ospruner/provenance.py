@@ -187,10 +187,12 @@ def check_place(what: str, name: str) -> None:
     """Refuses what can be neither a folder here nor an id on the Hub, before the Hub is asked."""
     first, _, rest = name.partition("/")
     like_a_folder = "/" in rest or not first or (bool(rest) and os.path.isdir(first))
-    if like_a_folder and not os.path.exists(name):
+    is_file = os.path.isfile(name)
+    if is_file or (like_a_folder and not os.path.exists(name)):
         why = f" (the Hub was not asked, for {first!r} is a folder here)" * os.path.isdir(first)
         raise FileNotFoundError(
-            f"{what} is {name!r}, where no folder is{why}: name one, or a Hub id, owner/name"
+            f"{what} is {name!r}, where {'a file' if is_file else 'no folder'} is{why}: name a "
+            "folder, or a Hub id, owner/name"
         )
 
 

@@ -264,11 +264,11 @@ def _load_benchmark(
 
 def _hub_rows(hub_id: str, config: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetsError
 
     try:
         rows: Iterable[Mapping[str, Any]] = load_dataset(hub_id, config, split=split)
-    except (DatasetNotFoundError, ConnectionError) as error:
+    except (DatasetsError, ConnectionError) as error:
         raise ValueError(
             f"{hub_id!r} is no dataset that can be loaded ({error}); give one of "
             f"{', '.join(BENCHMARKS)}, a .jsonl, .jsonl.gz or .parquet file, or a dataset's id on "
