@@ -69,7 +69,7 @@ def shown(results: Results, frame: pd.DataFrame) -> str:
 def next_to_prices(results: Results) -> pd.DataFrame:
     """Of a policy of every price the rows next to the rewards' prices, or else every sixth."""
     ours = results.rules[results.rules["method"] == EVERY_PRICE]
-    prices = prices_of(ours, "reward")
+    prices = prices_of(ours, "reward") if len(ours) else {}
     near = {(ours["parameter"] - price).abs().idxmin() for price in prices}
     return ours.loc[sorted(near)] if prices else ours[::SHOWN_EVERY]
 
