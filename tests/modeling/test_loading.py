@@ -318,7 +318,7 @@ def test_what_is_no_policys_folder_is_said_before_the_hub_is_asked(
     said = r"policy is 'runs/gone', where no folder is \(the Hub was not asked, for 'runs' is a fol"
     with pytest.raises(FileNotFoundError, match=said):
         check_policy("runs/gone")
-    with pytest.raises(FileNotFoundError, match="policy is '/gone', where no folder is: name one"):
+    with pytest.raises(FileNotFoundError, match="policy is '/gone', where no folder is: name a"):
         check_policy("/gone")
     with pytest.raises(OSError, match=r"runs is no policy, for it has no config.json: train one"):
         check_policy("runs")

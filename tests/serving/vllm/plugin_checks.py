@@ -77,17 +77,18 @@ def check_stops(
     prompts: Sequence[Sequence[int]],
     extras: Sequence[dict[str, Any]],
     sampled: bool = False,
+    ahead: bool = False,
 ) -> Counter[str]:
     """Compares requests with their replays, each probability to `TOLERANCE`; why they stopped.
 
-    Every other one is `sampled`.
+    Every other one is `sampled`; of `ahead` see `check_record`.
     """
     named = [extra | {"stop_id": f"s{i}"} for i, extra in enumerate(extras)]
     params = [greedy(one, temperature=float(sampled and i % 2)) for i, one in enumerate(named)]
     outputs = run(llm, prompts, params)
     reasons, seen = Counter[str](), list[float]()
     for i, ([ids], prompt) in enumerate(zip(outputs, prompts, strict=True)):
-        replayed = check_record(model, prompt, ids, named[i], record(llm, f"s{i}"))
+        replayed = check_record(model, prompt, ids, named[i], record(llm, f"s{i}"), ahead)
         reasons[replayed.reason] += 1
         seen += replayed.probabilities
     print(reasons, f"{len(seen)} probabilities from {min(seen)} to {max(seen)}")

@@ -28,7 +28,15 @@ from pydantic import BaseModel
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
+from ospruner.serving.requests import (
+    CALIBRATION_FIELDS,
+    ID,
+    KEYS,
+    OF_SERVERS,
+    ON,
+    PRICE,
+    StopRequest,
+)
 from ospruner.serving.vllm import plugin
 from ospruner.serving.vllm.plugin import REPLY
 
@@ -444,8 +452,9 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
             return made
 
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
-    promise: dict[str, Any] = {"mode": "threshold", "threshold": 0.5, "price": 0.2}
-    config.calibrations = [promise | {"max_loss": 0.0, "confidence": 0.95}]
+    promise: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS) | {"mode": "threshold"}
+    promise |= {"threshold": 0.5, "price": 0.2, "max_loss": 0.0, "confidence": 0.95}
+    config.calibrations = [promise]
     unknown = 0
     for _ in range(500):
         asked, defaults = draw(server=False), draw(server=True)

@@ -16,10 +16,11 @@ from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...own_process import needs_vllm, run_checks
 
-# Of one process, for vLLM takes long to import.
+# Of one process, for vLLM takes long to import; the last one puts others in the place of CUDA's.
 CHECKS = {
     "engine": ("plugin_checks", "queries_checks", "graph_checks"),
     "policies": ("no_engine_checks", "marker_checks", "price_checks"),
+    "ahead": ("async_checks",),
 }
 
 
