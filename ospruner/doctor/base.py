@@ -59,8 +59,8 @@ def skeleton(
     """
     try:
         literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision)
-        if not literals:
-            raise OSError("it has no config.json")
+        if not (literals and isinstance(literals, dict)):
+            raise OSError("it has no config.json that holds an object")
     except (OSError, ValueError) as error:
         found.append(unreachable(where, revision, error))
         return None, None

@@ -48,8 +48,8 @@ def examine(
     check_place("the subject", subject)
     try:
         literals, _ = PreTrainedConfig.get_config_dict(subject, revision=revision)
-        if not literals:
-            raise OSError("it has no config.json")
+        if not (literals and isinstance(literals, dict)):
+            raise OSError("it has no config.json that holds an object")
     except (OSError, ValueError) as error:
         report.kind = "unreachable"
         report.sections[subject] = [unreachable(subject, revision, error)]
