@@ -146,13 +146,10 @@ class Recorded:
         splits = {}
         for name in ("test", "validation"):
             rows = whole.filter(pa.compute.equal(whole["split"], name))
-            splits[name] = _signals(rows, configs) if len(rows) else None
+            beside = facts["beside"] if name == "test" else ()
+            splits[name] = _signals(rows, configs, beside) if len(rows) else None
         if (test := splits["test"]) is None:
             raise ValueError(f"{path} holds no test traces")
-        rows = whole.filter(pa.compute.equal(whole["split"], "test"))
-        for name in facts["beside"]:
-            of = (f"{name}: {one.name}" for one in dataclasses.fields(Outcome))
-            test.beside[name] = Outcome(*(rows[column].to_numpy() for column in of))
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
             test=test,
@@ -231,7 +228,9 @@ def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
     return pa.table(columns)
 
 
-def _signals(rows: pa.Table, configs: Mapping[str, OSPrunerConfig]) -> Signals:
+def _signals(
+    rows: pa.Table, configs: Mapping[str, OSPrunerConfig], beside: Sequence[str]
+) -> Signals:
     """The split that these rows are."""
     table = TraceTable.from_dataset(Dataset(rows))
     mask = table.mask
@@ -264,4 +263,9 @@ def _signals(rows: pa.Table, configs: Mapping[str, OSPrunerConfig]) -> Signals:
     keys = [name.removesuffix(ends) for name in rows.column_names if name.endswith(ends)]
     fields = [one.name for one in dataclasses.fields(Measured)]
     rules = {key: Measured(*(found(key, name) for name in fields)) for key in keys}
-    return Signals(table, rows["problem"].to_pylist(), policies, rules)
+    numbers = [one.name for one in dataclasses.fields(Outcome)]
+    others = {
+        name: Outcome(*(rows[f"{name}: {number}"].to_numpy() for number in numbers))
+        for name in beside
+    }
+    return Signals(table, rows["problem"].to_pylist(), policies, rules, others)

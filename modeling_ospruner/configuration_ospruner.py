@@ -22,8 +22,7 @@ VERSION = "0.1.0"
 TUNINGS = ("layers", "queries")
 MODES = ("sample", "threshold")
 HEADS = ("fixed", "price")
-PRICE_RAMPS = 5
-"""Rises of a price head's logit along the prices; with its first value it has one output more."""
+PRICE_RAMPS = 5  # rises of a price head's logit along the prices; it has one output more
 
 # What transformers itself writes into a configuration file, or passes beside the fields.
 _TRANSFORMERS_KEYS = {

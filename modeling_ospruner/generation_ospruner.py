@@ -21,6 +21,8 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -378,8 +380,13 @@ def generate_pruned(
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
     priced = policy is not None and policy.prices is not None and settings.rule is None
     width = prompt.shape[1]
-    least = max(config.min_new_tokens or 0, (config.min_length or 0) - width)
-    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced, least)
+    least = [config.min_new_tokens or 0, (config.min_length or 0) - width]
+    for one in processors:
+        if isinstance(one, MinLengthLogitsProcessor):
+            least.append(one.min_length - width)
+        elif isinstance(one, MinNewTokensLengthLogitsProcessor):
+            least.append(one.min_new_tokens + one.prompt_length_to_skip - width)
+    plan = RowPlan(settings, token_format, eos_ids, step_stride, priced, max(least))
     named = {**vars(config), **kwargs}
     constraints = [name for name in _CONSTRAINTS if named.get(name) is not None]
     constraints += [type(one).__name__ for one in processors]

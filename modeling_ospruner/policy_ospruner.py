@@ -140,9 +140,8 @@ class Reader:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
         self.columns += next(one for one in given if one is not None).shape[1]
-        positions = kwargs.get("position_ids")
-        last = torch.tensor([[self.columns - 1]])
-        self.positions = last if positions is None else positions[:, -1:]
+        at = kwargs.get("position_ids")
+        self.positions = torch.tensor([[self.columns - 1]]) if at is None else at[:, -1:]
         self.keys, self._seen = [], {}
 
     def _enter_layer(self, number: int, keyed: bool, module: Any, args: Any, kwargs: Any) -> Any:
@@ -241,8 +240,7 @@ def _attend(
 
 AttentionInterface.register(_GROUPED, _attend)
 
-ADAPTER_SCALE = 2
-"""W x becomes W x + 2 B A x with adapters: LoRA's alpha over the rank."""
+ADAPTER_SCALE = 2  # W x becomes W x + 2 B A x with adapters: LoRA's alpha over the rank
 
 
 class StoppingPolicy(nn.Module):

@@ -35,7 +35,7 @@ from ospruner.formats import named
 from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.train.config import StopConfig
-from ospruner.train.labels.folder import read_labels
+from ospruner.train.labels.folder import data_hash, read_labels, read_manifest
 from ospruner.train.labels.label import LabelConfig, load_run_problems, run_label
 from ospruner.train.labels.loading import Labels, load_labels, split_by_text
 from ospruner.train.run_folder import RUN, claimed, record_of
@@ -187,7 +187,8 @@ def make(
     config = LabelConfig(base=base, dataset=dataset, **settings)
     known = frozenset(() if labels is None else read_labels(labels)["problem_id"])
     identity = {"base": base, "dataset": dataset, "max_loss": max_loss, "problems": problems}
-    identity |= {"labels": sorted(known), "settings": settings}
+    had = None if labels is None else data_hash(read_manifest(labels))
+    identity |= {"labels": had, "settings": settings}
     folder = Path(out)
     with claimed(folder, identity):
         if labels is not None and not (folder / "labels").exists():

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
 )
@@ -292,15 +293,16 @@ def test_constraints_that_allow_what_is_forced_are_kept(model: OSPrunerForCausal
         assert set(answer) <= {30, 31, *fmt.closing_ids}
 
 
-@pytest.mark.parametrize("how", ["min_new_tokens", "min_length"])
+@pytest.mark.parametrize("how", ["min_new_tokens", "min_length", "processor"])
 def test_no_row_stops_or_ends_before_the_fewest_tokens(
     model: OSPrunerForCausalLM, how: str
 ) -> None:
     inputs = inputs_for(model, 2)
-    width, least = inputs["input_ids"].shape[1], 40
+    width, least, eos = inputs["input_ids"].shape[1], 40, model.base.generation_config.eos_token_id
     ways: dict[str, dict[str, Any]] = {
         "min_new_tokens": {"min_new_tokens": least},
         "min_length": {"min_length": width + least},
+        "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
     }
     arguments = ways[how]
     run(model, inputs, stop_policy=ALWAYS)
