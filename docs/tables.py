@@ -249,22 +249,16 @@ def promises(file: Content) -> str:
     """What validation could promise of a policy, and whether the test problems kept it."""
     rows = []
     for most, one in file.items():
-        promised = one["value"] is not None
-        told = f"{100 * one['loss']:.1f} of {one['problems']} problems"
-        more = one["enough"] and f"about {one['enough']:,} problems would do"
-        kept = (
-            f"{100 * one['test_loss']:.1f} points, {100 * one['test_saved']:.1f} % saved"
-            if promised
-            else ""
-        )
-        rows.append(
-            [
-                f"{100 * float(most):g}",
-                f"price {price_name(one['value'])}" if promised else "none",
-                told if promised else more or "it loses too much",
-                kept,
-            ]
-        )
+        row = [f"{100 * float(most):g}", "none", "it loses too much", ""]
+        if one["value"] is not None:
+            row[1] = f"price {price_name(one['value'])}"
+            row[2] = f"{100 * one['loss']:.1f} points lost, {one['problems']:,} problems"
+            row[3] = (
+                f"{100 * one['test_loss']:.1f} points lost, {100 * one['test_saved']:.1f} % saved"
+            )
+        elif one["enough"]:
+            row[2] = f"about {one['enough']:,} problems would do"
+        rows.append(row)
     heads = ["points that may be lost", "promise", "on validation", "on the test problems"]
     return markdown_table(heads, rows)
 
