@@ -29,20 +29,21 @@ class EpochBatches(Sampler[list[int]]):
         seed: of the run.
 
     Attributes:
+        rows: as given.
         epoch: counted over the whole run; whoever begins one sets it.
     """
 
     def __init__(self, token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int) -> None:
-        self._lengths, self._rows = token_lengths, rows
+        self._lengths, self.rows = token_lengths, rows
         self._batch_size, self._seed = batch_size, seed
         self.epoch = 0
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+        return -(-len(self.rows) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         draws = np.random.default_rng([self._seed, self.epoch])
-        order, size = draws.permutation(self._rows), self._batch_size
+        order, size = draws.permutation(self.rows), self._batch_size
         batches = []
         for start in range(0, len(order), size * _BUCKET_BATCHES):
             part = order[start : start + size * _BUCKET_BATCHES]

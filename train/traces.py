@@ -149,13 +149,14 @@ class LabelledTraces:
             model: base and policy.
             rows: (B,) numbers of the traces.
         """
-        if self._kept is not None and self.holds_states_of(model):
-            return stacked([self._kept.read(int(row)) for row in rows], model.base.device)
+        kept = self._kept if self.holds_states_of(model) else None
+        if kept is not None and all(kept.has(int(row)) for row in rows):
+            return stacked([kept.read(int(row)) for row in rows], model.base.device)
         positions = torch.from_numpy(self.positions[rows, : int(self.table.num_steps[rows].max())])
         return run_trunk(model, [self.tokens[row] for row in rows], positions)
 
     def holds_states_of(self, model: Any) -> bool:
-        """Whether all that the model's policy reads of these traces is kept."""
+        """Whether `cache_states` has kept what the model's policy reads."""
         return self._kept_for is not None and self._kept_for == _trunk_of(model)
 
     def cache_states(
@@ -165,8 +166,9 @@ class LabelledTraces:
         progress: Progress = silent,
         rank: int = 0,
         processes: int = 1,
+        rows: IntArray | None = None,
     ) -> int:
-        """Runs the trunk once over all traces of which nothing is kept yet.
+        """Runs the trunk once over traces of which nothing is kept yet.
 
         Without a folder states are kept in memory, if they fit: in each process for itself.
 
@@ -177,6 +179,7 @@ class LabelledTraces:
             rank: of this process among those that fill the folder together; the caller waits for
                 the others.
             processes: how many there are.
+            rows: numbers of the traces that will be read; None for all.
 
         Returns:
             The bytes now held in memory for this model: 0 where they do not fit.
@@ -184,27 +187,29 @@ class LabelledTraces:
         Raises:
             ValueError: the disk has no room for the files.
         """
-        if self._kept is not None and self.holds_states_of(model):
-            return self._kept.held_bytes
-        kept = KeptStates(form_of(model), self._names(), self.folder)
-        missing = np.array([not kept.has(row) for row in range(len(self))])
-        done, size, seen = len(self) - int(missing.sum()), 0, 0
+        kept = self._kept if self.holds_states_of(model) else None
+        kept = kept or KeptStates(form_of(model), self._names(), self.folder)
+        wanted = np.full(len(self), rows is None)
+        wanted[[] if rows is None else rows] = True
+        missing = wanted & np.array([not kept.has(row) for row in range(len(self))])
+        total, size, seen = int(wanted.sum()), 0, 0
+        done = total - int(missing.sum())
         if self.folder is not None:  # each its own, whatever the others have written yet
             missing &= np.arange(len(self)) % processes == rank
         for batch in length_batches(self.token_lengths):
-            rows = batch[missing[batch]]
-            if not len(rows):
+            some = batch[missing[batch]]
+            if not len(some):
                 continue
-            states = self.states(model, rows)
-            for b, row in enumerate(rows.tolist()):
+            states = self.states(model, some)
+            for b, row in enumerate(some.tolist()):
                 tokens, steps = int(self.token_lengths[row]), int(self.table.num_steps[row])
                 size += kept.write(row, states.of(b, tokens, steps))
-            done += len(rows)
-            seen += int(self.token_lengths[rows].sum())
-            expected = size / seen * int(self.token_lengths.sum())
+            done += len(some)
+            seen += int(self.token_lengths[some].sum())
+            expected = size / seen * int(self.token_lengths[wanted].sum())
             if self.folder is None and max(size, expected) > limit_bytes:
                 return 0
-            progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
+            progress("trunk", done, total, f"{size / 2**20:.0f} MiB")
         self._kept, self._kept_for = kept, _trunk_of(model)
         return kept.held_bytes
 

@@ -397,11 +397,11 @@ class StopTrainer(Trainer):
             raise TrainingDivergedError(self._diverged(said, self._batch_rows))
 
     def _keep_states(self) -> None:
-        """Runs the trunk over all traces, where its states fit in memory or go to a folder."""
+        """Runs the trunk over all traces that are read, if its states fit in memory or a folder."""
         args, base = self.args, self.stop_model.base
         limit = int(args.states_gib * 2**30)
-        for traces in (self.traces, self.eval_traces):
-            place = (args.process_index, args.world_size)
+        for traces, rows in ((self.traces, self.batches.rows), (self.eval_traces, None)):
+            place = (args.process_index, args.world_size, rows)
             limit -= traces.cache_states(self.stop_model, limit, self._progress, *place)
         self.accelerator.wait_for_everyone()
         kept = all(one.holds_states_of(self.stop_model) for one in (self.traces, self.eval_traces))

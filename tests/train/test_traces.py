@@ -219,6 +219,19 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
     assert not small.holds_states_of(model)
 
 
+def test_only_the_traces_that_are_read_are_computed(
+    model: OSPrunerForCausalLM, make_labels: MakeLabels, asked: list[int]
+) -> None:
+    traces = LabelledTraces.from_dataset(make_labels(12))
+    some = traces.cache_states(model, 2**30, rows=np.array([1, 4, 7]))
+    traces.states(model, np.array([7, 1]))
+    assert asked == [3]
+    traces.states(model, np.array([7, 2]))  # the second is not kept
+    assert asked == [3, 2]
+    assert traces.cache_states(model, 2**30) > some
+    assert sum(asked[2:]) == 9
+
+
 def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
     model: OSPrunerForCausalLM,
     kept: Kept,
