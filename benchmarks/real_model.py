@@ -202,10 +202,13 @@ def train(commands: Commands) -> list[Path]:
     """Trains the policies of every price and the baselines."""
     first = commands.args.seed
     seeds = range(first, first + commands.args.seeds)
-    ours = [train_one(commands, f"price-{seed}", seed) for seed in seeds]
+    policies = [train_one(commands, f"price-{seed}", seed) for seed in seeds]
+    if verifier := commands.args.verifier:
+        judge = {"method": "flashthink", "verifier": verifier}
+        policies.append(train_one(commands, "flashthink", first, **judge))
     if "grid" in commands.args.studies:
-        return ours + [tuned(commands, name) for name in BASELINES]
-    return ours + [train_one(commands, name, first, method=name) for name in BASELINES]
+        return policies + [tuned(commands, name) for name in BASELINES]
+    return policies + [train_one(commands, name, first, method=name) for name in BASELINES]
 
 
 def tuned(commands: Commands, name: str) -> Path:
@@ -419,6 +422,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="check", help="how problems are put")
     parser.add_argument("--rules", nargs="+", default=["rules"], help="to compare with")
     parser.add_argument("--beside", nargs="*", default=[], help="other prompts: rows of the tables")
+    parser.add_argument("--verifier", type=Path, help="another model, for a row of FlashThink")
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
     commands = Commands(timing.parse(parser))
     label(commands)
