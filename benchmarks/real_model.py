@@ -187,6 +187,7 @@ def train_one(commands: Commands, name: str, seed: int, **fields: Any) -> Path:
         "base": commands.args.base,
         "seed": seed,
         "states": commands.out / "states",
+        "bf16": commands.args.dtype == "bfloat16" or None,
     }
     commands.run(
         f"train {name}",
@@ -417,7 +418,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("labels", "replay"), help="end after these")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")
-    parser.add_argument("--dtype", default="auto", help="of the base: bfloat16 where it is fast")
+    parser.add_argument("--dtype", default="auto", help="bfloat16 where it is fast")
     parser.add_argument("--format", default="plain", help="the base's reasoning format")
     parser.add_argument("--prompt", default="check", help="how problems are put")
     parser.add_argument("--rules", nargs="+", default=["rules"], help="to compare with")
