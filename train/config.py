@@ -114,7 +114,8 @@ class StopConfig(TrainingArguments):
         states_gib: how much memory keeps at most; what is larger is computed for each batch.
         learning_rate: rate of the tuned layers; left out, it follows from the base's width.
         num_train_epochs: passes over the traces; left out, it follows from their number.
-        bf16: whether layers compute in bfloat16; None for on CUDA.
+        bf16: whether layers compute in bfloat16; None for on CUDA. It is faster on a CPU with units
+            for it, too (avx512_bf16 or amx_bf16 in /proc/cpuinfo).
         seed: seed of weights, batches and held-out problems.
     """
 
@@ -155,6 +156,8 @@ class StopConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # transformers wants to be told
         if self.method != "os-pruner":
             self.head = "fixed"
         if self.entropy_bonus is None:

@@ -51,6 +51,7 @@ def test_defaults_are_of_one_policy_of_every_price() -> None:
     config = StopConfig("run", use_cpu=True)
     assert (config.head, config.tuning, config.entropy_bonus) == ("price", "queries", 0.01)
     assert (config.lr_scheduler_type, config.max_grad_norm, config.bf16) == ("constant", 0, False)
+    assert StopConfig("run", bf16=True).bf16  # on a CPU, too
     assert StopConfig("run", head="fixed", use_cpu=True).entropy_bonus == 0
     probe = StopConfig("run", method="probe", use_cpu=True)
     assert (probe.head, probe.entropy_bonus, probe.verifier) == ("fixed", 0, VERIFIER)
