@@ -89,6 +89,7 @@ class Study:
                 seed=seed,
                 states=str(self.states),
                 disable_tqdm=True,
+                bf16=self.args.bf16 or None,
                 **own,
             )
             splits = (str(self.labels / split) for split in ("train", "validation"))
@@ -176,6 +177,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--base", type=Path, default=REASONER, help="the labels' base")
     parser.add_argument("--test", default="test", help="the labels to measure on")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     return parser
 
 

@@ -267,6 +267,7 @@ class _Run:
             disable_tqdm=True,
             seed=self.config.seed,
             use_cpu=self.config.device == "cpu",
+            bf16=self.config.dtype == "bfloat16" or None,
         )
         StopTrainer(config, training, validation, progress=self._progress).train()
         saved, promise = 0.0, ""
