@@ -252,7 +252,7 @@ def studies(commands: Commands) -> None:
     if "curve" in args.studies:
         wanted |= {f"curve/{n}": {"limit": n} for n in CURVE if n < limit}
     if "tails" in args.studies:
-        wanted |= {f"tails/{name}": fields for name, fields in TAILS.items()}
+        wanted |= {f"tails/{name}": TAILS[name] for name in args.tails}
     if "paper" in args.studies:
         wanted["paper/annealed"] = PAPER
     for name, fields in wanted.items():
@@ -415,6 +415,7 @@ def main() -> None:
     parser.add_argument(
         "--studies", nargs="+", choices=("curve", "tails", "paper", "grid"), default=[]
     )
+    parser.add_argument("--tails", nargs="+", choices=TAILS, default=[*TAILS], help="of the study")
     parser.add_argument("--only", choices=("labels", "replay"), help="end after these")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")

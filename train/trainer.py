@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -440,6 +443,7 @@ class _Hooks(TrainerCallback):
 
     def __init__(self, trainer: StopTrainer) -> None:
         self._trainer = trainer
+        self._ended = self._next_save = 0.0
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Before its batches are asked for."""
@@ -453,6 +457,20 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Before the checkpoint of this step."""
         self._trainer.after_step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leaves out a checkpoint so soon after a slow one that a tenth of the time went to them."""
+        self._ended = monotonic()
+        if self._ended < self._next_save and args.world_size == 1:  # several must agree
+            control.should_save = False
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """After a checkpoint."""
+        now = monotonic()
+        if (took := now - self._ended) > 1:
+            self._next_save = now + 9 * took
 
 
 def _rows_of(rows: list[int]) -> dict[str, IntArray]:

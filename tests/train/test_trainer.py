@@ -282,6 +282,27 @@ def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
     assert log_of(tmp_path / "run")[-1]["step"] == 8
 
 
+def test_checkpoints_take_a_tenth_of_the_time(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, saved, save = 0, list[int](), StopTrainer._save_checkpoint
+
+    def slow_save(trainer: StopTrainer, *args: Any) -> None:
+        nonlocal seconds
+        seconds += 10
+        saved.append(round(trainer.state.epoch or 0))
+        save(trainer, *args)
+
+    def slow_loss(*args: Any) -> Tensor:
+        nonlocal seconds
+        seconds += 5  # a pass takes 40
+        return batch_loss(*args)
+
+    monkeypatch.setattr(StopTrainer, "_save_checkpoint", slow_save)
+    monkeypatch.setattr("ospruner.train.trainer.batch_loss", slow_loss)
+    monkeypatch.setattr("ospruner.train.trainer.monotonic", lambda: seconds)
+    fit(SHORT | {"num_train_epochs": 12})
+    assert saved[:3] == [1, 4, 7]
+
+
 @pytest.mark.parametrize("rate", [1e39, 1e30])
 def test_weights_that_explode_stop_the_run_before_a_policy_is_saved(
     fit: Fit, make_labels: MakeLabels, tmp_path: Path, rate: float
