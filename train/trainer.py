@@ -461,7 +461,7 @@ class _Hooks(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any
     ) -> None:
-        """Leaves out a checkpoint so soon after a slow one that a tenth of the time went to them."""
+        """Leaves out a checkpoint where a tenth of the time would go to them."""
         self._ended = monotonic()
         if self._ended < self._next_save and args.world_size == 1:  # several must agree
             control.should_save = False
