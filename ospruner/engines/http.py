@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, Reply, Server, ServerDownError
-from .calling import AskingEngine
+from .calling import Ask, AskingEngine, Reply, Server, ServerDownError
 from .interface import ENTROPY_TOKENS, SamplingSettings, base_end_ids
 
 if TYPE_CHECKING:
@@ -130,10 +129,10 @@ class _Endpoint:
         try:
             answer = await self.client.post(path, cast_to=object, body=body)
         except APIConnectionError as error:  # time-outs too
-            reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-            raise ServerDownError(self.url, reason) from error
+            reason = f" ({error.__cause__})" if error.__cause__ else ""
+            raise ServerDownError(f"{self.url}: {error}{reason}") from error
         except (InternalServerError, RateLimitError) as error:
-            raise ServerDownError(self.url, str(error)) from error
+            raise ServerDownError(f"{self.url}: {error}") from error
         except APIStatusError as error:
             raise ValueError(
                 f"{self.url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "

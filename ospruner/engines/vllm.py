@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, Reply, Server
-from .calling import AskingEngine
+from .calling import Ask, AskingEngine, Reply, Server
 from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids, row_state
 
 if TYPE_CHECKING:

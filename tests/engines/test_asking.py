@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from ospruner.engines.asking import Ask, Reply, Server, ServerDownError
+from ospruner.engines.calling import Ask, Reply, Server, ServerDownError
 from ospruner.engines.calling import AskingEngine
 from ospruner.engines.interface import EnginesDownError, Sampled, TraceRequest
 
@@ -84,7 +84,7 @@ class _FakeServer:
             await asyncio.sleep(0)
         self.inside -= 1
         if self.asked >= engine.dies_at.get(self.number, 10**9):
-            raise ServerDownError(f"s{self.number}", "it is dead")
+            raise ServerDownError(f"s{self.number}: it is dead")
         if trace in engine.refused:
             raise ValueError(trace)
         if place == engine.breaks_at:

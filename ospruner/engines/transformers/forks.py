@@ -15,7 +15,7 @@ from ospruner.logits import greedy, top_entropy
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from ..rows import Branch
 from .batch import RowBatch, joined, padded
-from .choosing import batch_noise, greedy_alone, is_close, option_scores
+from .choosing import batch_noise, is_close, run_alone
 
 TOGETHER = 128
 """Answers that decode side by side at most: more of them only leave a processor's caches."""
@@ -124,13 +124,14 @@ class Forks:
         close, entropies = is_close(logits, self.noise).tolist(), top_entropy(logits).tolist()
         for row, branch in enumerate(branches):
             if branch.options:
-                scores = option_scores(
-                    self.model, logits[row], branch.options, branch.kept, self.noise, self.count
-                )
+                said = logits[row]
+                if is_close(said, self.noise, branch.options):
+                    said = run_alone(self.model, branch.kept, self.count)[0]
+                scores = said[list(branch.options)].float().tolist()
                 branch.answer = ForkedAnswer.chosen(branch.options, scores)
                 continue
             token, logprob = tokens[row], logprobs[row]
             if close[row]:
-                text = [*branch.kept, *branch.ids]
-                token, logprob = greedy_alone(self.model, text, self.count)
+                alone = run_alone(self.model, [*branch.kept, *branch.ids], self.count)
+                token, logprob = (value.item() for value in greedy(alone))
             branch.push(token, logprob, entropies[row], self.max_new_tokens, self.eos_ids)

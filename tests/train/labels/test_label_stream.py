@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.engines.asking import Ask, Reply, Server
+from ospruner.engines.calling import Ask, Reply, Server
 from ospruner.engines.calling import AskingEngine
 from ospruner.engines.interface import SamplingSettings
 from ospruner.eval.grading import boxed
