@@ -52,36 +52,22 @@ _MARKS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "wrong": "
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: what.
-        value: what was found.
-        level: "ok"; "note" for what may surprise; "wrong" for what will not work.
-        advice: what to do about it; "" for "ok".
-    """
+    """One thing that was looked at."""
 
     name: str
-    value: str
-    level: Literal["ok", "note", "wrong"] = "ok"
-    advice: str = ""
+    value: str  # what was found
+    level: Literal["ok", "note", "wrong"] = "ok"  # what may surprise; what will not work
+    advice: str = ""  # what to do about it
 
 
 @dataclass
 class Diagnosis:
-    """Everything that was found.
+    """Everything that was found."""
 
-    Attributes:
-        subject: the base or policy looked at; None for the environment alone.
-        kind: what the subject is.
-        sections: findings by section title, in order.
-        description: the text of `description.describe`, where there is a tokenizer.
-    """
-
-    subject: str | None = None
-    kind: Literal["environment", "base", "policy", "unreachable"] = "environment"
-    sections: dict[str, list[Finding]] = field(default_factory=dict)
-    description: str = ""
+    subject: str | None = None  # the base or policy looked at; None for the environment alone
+    kind: Literal["environment", "base", "policy", "unreachable"] = "environment"  # of subject
+    sections: dict[str, list[Finding]] = field(default_factory=dict)  # by title, in order
+    description: str = ""  # of `description.describe`, where there is a tokenizer
 
     @property
     def wrong(self) -> list[Finding]:
@@ -111,17 +97,11 @@ class Diagnosis:
 
 
 def examine(
-    subject: str | None = None,
+    subject: str | None = None,  # a folder or a Hub id
     revision: str | None = None,
-    reasoning_format: ReasoningFormat | None = None,
+    reasoning_format: ReasoningFormat | None = None,  # of a base; None guesses it
 ) -> Diagnosis:
-    """Looks at the environment and, where given, at a base or a policy.
-
-    Args:
-        subject: a folder or a Hub id; whether it is a policy is read from its configuration.
-        revision: of the subject on the Hub.
-        reasoning_format: of a base; None guesses it from the tokenizer. (A policy holds its own.)
-    """
+    """Looks at the environment and, where given, at a base or a policy, as its config.json says."""
     report = Diagnosis(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report

@@ -18,6 +18,7 @@ from ospruner.logits import top_entropy
 
 from .interface import (
     AnswerStop,
+    Call,
     Engine,
     EnginesDownError,
     ForkedAnswer,
@@ -25,14 +26,9 @@ from .interface import (
     Sampled,
     SamplingSettings,
     TokenCount,
-    TraceDesk,
     TraceRequest,
-    UniqueTokens,
-    to_fork,
 )
 from .rows import Branch, SamplingRow
-
-__all__ = ["Ask", "AskingEngine", "Reply", "Server", "ServerDownError"]
 
 
 class ServerDownError(Exception):
@@ -41,54 +37,35 @@ class ServerDownError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt to be continued.
-
-    Attributes:
-        prompt_ids: the prompt.
-        max_new_tokens: cap on the continuation.
-        end_ids: ids that end it.
-        temperature: 0 decodes greedily.
-        top_p: as in `SamplingSettings`.
-        top_k: as in `SamplingSettings`.
-        seed: of the draws, below 2**63; None for a greedy request.
-        scored: whether log-probabilities are asked for.
-        stop: makes the rule that completes it, beside `end_ids`. A server may go on beyond that,
-            or stop before it, wherever the rule's `final_text` appears.
-        options: token ids whose log-probabilities at the first token are asked for; () for none.
-    """
+    """One request: a prompt to be continued; the draws are as in `SamplingSettings`."""
 
     prompt_ids: list[int]
     max_new_tokens: int
-    end_ids: frozenset[int]
+    end_ids: frozenset[int]  # that end it
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int | None = None
-    scored: bool = False
+    seed: int | None = None  # of the draws, below 2**63; None for a greedy request
+    scored: bool = False  # whether log-probabilities are asked for
+    # Makes the rule that completes it, beside `end_ids`. A server may go on beyond that, or stop
+    # before it, wherever the rule's `final_text` appears.
     stop: Callable[[], AnswerStop] | None = None
-    options: tuple[int, ...] = ()
+    options: tuple[int, ...] = ()  # whose log-probabilities at the first token are asked for
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered.
+    """What a server answered; scores where they were asked for."""
 
-    Attributes:
-        ids: the continuation, without the token that ended it.
-        end_id: the one of `Ask.end_ids` that ended it; None where something else did.
-        cached_tokens: of the prompt's tokens, how many were not computed again.
-        logprobs: natural log-probability of each of `ids` at temperature 1, where asked for.
-        entropies: in nats, of the distribution at each generated token, that of `end_id` last, over
-            its ENTROPY_TOKENS most likely tokens, where asked for.
-        option_logprobs: natural log-probability of each of `Ask.options`; None where the server
-            gives only those of the likeliest tokens, and it is none of them.
-    """
-
-    ids: list[int]
-    end_id: int | None
-    cached_tokens: int
-    logprobs: list[float]
+    ids: list[int]  # the continuation, without the token that ended it
+    end_id: int | None  # the one of `Ask.end_ids` that ended it; None where something else did
+    cached_tokens: int  # of the prompt's tokens, how many were not computed again
+    logprobs: list[float]  # natural ones of `ids` at temperature 1
+    # In nats, of the distribution at each generated token, that of `end_id` last, over its
+    # ENTROPY_TOKENS most likely tokens.
     entropies: list[float]
+    # Natural ones of `Ask.options`; None where the server gives only those of the likeliest tokens,
+    # and it is none of them.
     option_logprobs: list[float | None] = field(default_factory=list)
 
     @property
@@ -103,20 +80,10 @@ class Reply:
         ids: Sequence[int],
         cached_tokens: int,
         logprobs: Sequence[float] = (),
-        top_logprobs: Sequence[Sequence[float]] = (),
-        server_ended: bool = False,
+        top_logprobs: Sequence[Sequence[float]] = (),  # at each of `ids`, or a few more
+        server_ended: bool = False,  # the server says that the last one ends a text for it
     ) -> Reply:
-        """The reply in generated ids, of which the last may be the one that ended them.
-
-        Args:
-            ask: what was asked.
-            ids: what was generated.
-            cached_tokens: see the class.
-            logprobs: of all of `ids`.
-            top_logprobs: of the most likely tokens at each of `ids`, in any order, or a few more of
-                them.
-            server_ended: the server says that the last one ends a text for it.
-        """
+        """The reply in generated ids, of which the last may be the one that ended them."""
         ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
         kept = len(ids) - ends
         entropies = [float(top_entropy(torch.tensor(list(top)))) for top in top_logprobs]
@@ -134,74 +101,6 @@ class Server(Protocol):
             ServerDownError: it cannot be used any more.
             ValueError: it refuses this request.
         """
-
-
-class AskingEngine(Engine, ABC):
-    """An `Engine` over servers that answer single requests and share prefixes by themselves.
-
-    All forks of a trace go to the server that sampled it. Tokens are counted as the servers report
-    them; a request that a server had to interrupt and compute again is not seen.
-
-    Args:
-        eos_ids: ids that end a text.
-        concurrency: requests that a server works on at once.
-
-    Raises:
-        ValueError: a concurrency below 1.
-    """
-
-    shares_within_batches = True
-    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
-    does not, the longest fork of a trace is answered before its others are asked for."""
-    batch_effects: str | None = (
-        "servers compute rows in changing batches, whose kernels may round differently"
-    )
-    """See `Engine`."""
-
-    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
-        self.eos_ids = eos_ids
-        self.concurrency = concurrency
-        self.counts = TokenCount()
-        self.sample_counts = TokenCount()
-
-    @abstractmethod
-    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
-        """The servers, for one call."""
-
-    @abstractmethod
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Gets ready to sample rows with these further keys, or refuses to; none begin a call."""
-
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
-
-        A server has as many traces in work as requests, and begins another where one is done. What
-        a server that goes down has not answered is asked of the others. A request that is refused
-        fails its trace alone. The thinking and the natural answer are two requests, so that each
-        has its own cap.
-
-        Raises:
-            ValueError: as `fork`.
-            EnginesDownError: no server is left.
-        """
-        call = _Call(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
-        try:
-            asyncio.run(call.run())
-        except BaseExceptionGroup as group:  # of several errors the first one is raised alone
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
 
 
 @dataclass
@@ -238,27 +137,35 @@ class _Job:
 
 
 @dataclass
-class _Call:
-    """One call of an engine; the other fields are the arguments of `sample_and_fork`."""
+class _Call(Call):
+    """A server has as many traces in work as requests, and begins another where one is done.
+
+    What a server that goes down has not answered is asked of the others. A request that is refused
+    fails its trace alone. The thinking and the natural answer are two requests, so that each has
+    its own cap.
+    """
 
     engine: AskingEngine
-    desk: TraceDesk
-    settings: SamplingSettings
-    fmt: TokenFormat | None
-    suffix_ids: Sequence[int]
-    max_new_tokens: int
-    stop: Callable[[], AnswerStop] | None
 
     def __post_init__(self) -> None:
-        self.unique = UniqueTokens(self.engine)
+        super().__post_init__()
         self.draws = self.fmt is not None and self.settings.temperature > 0
         self.left: list[_Job] = []  # by servers that went down
         self.running = 0  # traces
         self.asking = asyncio.Lock()  # of the desk
         self.changed = asyncio.Event()  # set when a trace is done, or left
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Makes traces on all servers, until the desk has no more of them."""
+        try:
+            asyncio.run(self._run())
+        except BaseExceptionGroup as group:  # of several errors the first one is raised alone
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+
+    async def _run(self) -> None:
         concurrency = self.engine.concurrency
         if self.draws:
             self.engine._prepare_sampling(self.settings, [])
@@ -280,11 +187,10 @@ class _Call:
             if job.trace is None:
                 await self._tried(job, self._sample(job, host))
             if job.trace is not None:
-                job.fork = job.fork or to_fork(self.desk, job.request, job.trace)
+                job.fork = job.fork or self.to_fork(job.request, job.trace)
                 if job.fork and await self._tried(job, self._answer_all(job, job.fork, host)):
                     answers = [job.answers[place] for place in range(len(job.fork.cuts))]
-                    self.unique.forked(job.fork, self.suffix_ids, answers)
-                    self.desk.done(job.request, job.trace, answers)
+                    self.done(job.request, job.trace, job.fork, answers)
             self.running -= 1
             self.changed.set()
 
@@ -373,7 +279,7 @@ class _Call:
                 if finished or thinking == row.thinking.ended:
                     break
             if finished or not thinking:
-                self.unique.sampled(job.request, len(row.tokens))
+                self.count_sampled(job.request, len(row.tokens))
                 job.trace = row.sampled(end_ids)
                 return
             if not row.thinking.ended and not (several and reply.ids):
@@ -416,13 +322,46 @@ class _Call:
         return ForkedAnswer.chosen(options, scores)
 
 
-class _MarkerStop:
-    """The `AnswerStop` of a thinking that an end marker of several tokens ends.
+class AskingEngine(Engine, ABC):
+    """An `Engine` over servers that answer single requests and share prefixes by themselves.
 
-    Args:
-        fmt: with that marker.
-        taken: what stands there already.
+    All forks of a trace go to the server that sampled it. Tokens are counted as the servers report
+    them; a request that a server had to interrupt and compute again is not seen.
+
+    Raises:
+        ValueError: a concurrency below 1.
     """
+
+    shares_within_batches = True
+    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
+    does not, the longest fork of a trace is answered before its others are asked for."""
+    batch_effects: str | None = (
+        "servers compute rows in changing batches, whose kernels may round differently"
+    )
+    """See `Engine`."""
+    calls = _Call
+
+    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
+        self.eos_ids = eos_ids  # that end a text
+        self.concurrency = concurrency  # requests that a server works on at once
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
+        """The servers, for one call."""
+
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Gets ready to sample rows with these further keys, or refuses to; none begin a call.
+
+        Nothing where each request carries its seed.
+        """
+
+
+class _MarkerStop:
+    """The `AnswerStop` of a thinking, begun already, that an end marker of several tokens ends."""
 
     def __init__(self, fmt: TokenFormat, taken: Sequence[int]) -> None:
         assert fmt.end_marker is not None

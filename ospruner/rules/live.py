@@ -84,18 +84,16 @@ class LiveRule:
     Where the rule tries answers, it looks on as the base's forwards of this thread pass, to know
     the cache and the positions.
 
-    Args:
-        rule: a `StopRule`, whose module imports this one.
-        base: the causal LM.
-        plan: what its rows have in common: their format, and what ends and must not enter a text.
-        tokenizer: the base's; None refuses rules that read texts.
-
     Raises:
         ValueError: the rule reads texts, and there is no tokenizer.
     """
 
     def __init__(
-        self, rule: Any, base: Any, plan: RowPlan, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        rule: Any,  # a `StopRule`, whose module imports this one
+        base: Any,
+        plan: RowPlan,  # what its rows have in common
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         if "text" in rule.asks and tokenizer is None:
             raise ValueError(f"the rule {rule!r} reads texts: pass tokenizer=")
@@ -210,12 +208,7 @@ class LiveRule:
     def _answer(self, row: int, max_tokens: int) -> tuple[TrialAnswer, int]:
         """Forces an answer after a row's last token, and decodes it greedily.
 
-        Args:
-            row: the row's index.
-            max_tokens: cap on the answer.
-
-        Returns:
-            The answer, and the number of tokens it took: those forced and those decoded.
+        It gives the answer, and the number of tokens it took: those forced and those decoded.
         """
         cache = self._fork(row)
         position = self._columns

@@ -148,16 +148,7 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, draws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Where the running share of the weights (B, K) in the nucleus passes each draw.
-
-    Args:
-        weights: of the tokens.
-        draws: (B, n).
-        top_p: of the nucleus, (B, n).
-
-    Returns:
-        The indices (B, n).
-    """
+    """Where the running share of the weights (B, K) in each nucleus passes each draw: (B, n)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     inside = torch.searchsorted(cumulative - weights, top_p).clamp(min=1)
     total = cumulative.gather(-1, inside - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,21 +10,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.bases import input_device
 
 from ..interface import (
-    AnswerStop,
+    Call,
     Engine,
     ForkRequest,
     Sampled,
-    SamplingSettings,
     TokenCount,
-    TraceDesk,
     TraceRequest,
-    UniqueTokens,
     end_ids,
-    to_fork,
 )
 from ..rows import SamplingRow
 from .batch import RowBatch, fast_attention, joined, padded, takes_fast_attention, takes_slots
@@ -34,75 +29,6 @@ from .memory import MemoryBudget
 
 _MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
 _REFILL_SHARE = 8  # replace finished rows once they are one in so many
-
-
-class TransformersEngine(Engine):
-    """Samples traces and forks answers with a model in this process.
-
-    Where every layer attends to everything (and the attention takes custom masks), rows are
-    replaced as they finish, and the forks of a trace decode side by side on copies of its keys and
-    values. Other bases (sliding windows, recurrent states) are sampled a batch at a time, and their
-    forks decoded one by one: same results, slower. In float32 a row's
-    tokens do not depend on what else is in the call; in half precision, with experts or recurrent
-    states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
-
-    Rows are admitted by memory: as many of the greatest possible length as the free memory of each
-    device that holds keys and values takes. Forks take what is free beside the rows being sampled,
-    and wait for these where that is nothing.
-
-    Args:
-        model: a causal LM; it is put in eval mode.
-        tokenizer: its tokenizer, for the ids that end a text.
-        batch_size: rows sampled, and traces forked, together, where memory holds so many.
-        fork_tokens: cap on rows x columns of the traces forked together.
-        memory_share: of the free memory, what keys and values may take, in (0, 1).
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int = 128,
-        fork_tokens: int = 16_384,
-        memory_share: float = 0.8,
-    ) -> None:
-        for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.fork_tokens = fork_tokens
-        self.eos_ids = end_ids(model.generation_config, tokenizer)
-        self.counts = TokenCount()
-        self.sample_counts = TokenCount()
-        effects = batch_effects(self.model)
-        alone = batch_size == 1 and effects is not None
-        self.batch_effects = None if alone else effects
-        self.packed = not alone and _takes_copies(self.model)
-        grouped = self.packed and takes_fast_attention(self.model)
-        self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
-
-    @torch.inference_mode()
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
-
-        Between two steps of sampling finished traces are forked: once they fill `fork_tokens`, or
-        where the desk begins no other trace before.
-        """
-        with fast_attention(self.model) if self.packed else nullcontext():
-            _Stream(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop).run()
 
 
 @dataclass(frozen=True)
@@ -120,32 +46,35 @@ class _Finished:
 
 
 @dataclass
-class _Stream:
-    """One call: what is sampled, and what becomes of it; see `Engine.sample_and_fork`."""
+class _Stream(Call):
+    """Samples in one batch, whose rows are replaced as they finish, until there are no more.
+
+    Between two steps of sampling finished traces are forked: once they fill `fork_tokens`, or where
+    the desk begins no other trace before.
+    """
 
     engine: TransformersEngine
-    desk: TraceDesk
-    settings: SamplingSettings
-    fmt: TokenFormat | None
-    suffix_ids: Sequence[int]
-    max_new_tokens: int
-    stop: Callable[[], AnswerStop] | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         engine, asked = self.engine, (self.suffix_ids, self.max_new_tokens, self.stop)
         self.model = engine.model
         self.forks = Forks(engine.model, engine.packed, *asked, engine.eos_ids, engine.counts)
         self.noise = batch_noise(engine.model)
         self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
         self.fork_added = len(self.suffix_ids) + self.max_new_tokens
-        self.unique = UniqueTokens(engine)
         self.waiting: TraceRequest | None = None  # for memory
         self.finished: list[_Finished] = []
         self.free = engine.budget.free()  # since no row was live
         self.longest = 0  # prompt since then
 
+    @torch.inference_mode()
     def run(self) -> None:
-        """Samples in one batch, whose rows are replaced as they finish, until there are no more."""
+        """See `Engine.sample_and_fork`."""
+        with fast_attention(self.model) if self.engine.packed else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         batch = self._batch()
         rows: list[SamplingRow | None] = []
         while True:
@@ -202,8 +131,8 @@ class _Stream:
         for slot, row, token in zip(slots, chosen, tokens.tolist(), strict=True):
             if row.push(token, self.settings, self.engine.eos_ids):
                 rows[slot] = None
-                self.unique.sampled(row.request, len(row.tokens))
-                self._sampled(row.request, row.sampled(self.engine.eos_ids))
+                self.count_sampled(row.request, len(row.tokens))
+                self._finish(row.request, row.sampled(self.engine.eos_ids))
 
     # What is begun, and what becomes of it.
 
@@ -234,7 +163,7 @@ class _Stream:
             if request is None:
                 break
             if request.trace is not None:
-                self._sampled(request, request.trace)
+                self._finish(request, request.trace)
                 continue
             longest = max(self.longest, len(request.prompt_ids))
             if live + len(rows) >= budget.rows(longest + self.added, self.free):
@@ -258,8 +187,8 @@ class _Stream:
                 return request
         return None
 
-    def _sampled(self, request: TraceRequest, trace: Sampled) -> None:
-        if (fork := to_fork(self.desk, request, trace)) is not None:
+    def _finish(self, request: TraceRequest, trace: Sampled) -> None:
+        if (fork := self.to_fork(request, trace)) is not None:
             one = _Finished(request, trace, fork)
             if not self._refused(request, one.tokens, self.fork_added):
                 self.finished.append(one)
@@ -297,9 +226,54 @@ class _Stream:
             together = max(1, min(TOGETHER, fitting - size))
             answers = self.forks.run([one.fork for one in group], together)
             for one, own in zip(group, answers, strict=True):
-                self.unique.forked(one.fork, self.suffix_ids, own)
-                self.desk.done(one.request, one.trace, own)
+                self.done(one.request, one.trace, one.fork, own)
         return done
+
+
+class TransformersEngine(Engine):
+    """Samples traces and forks answers with a model in this process.
+
+    Where every layer attends to everything (and the attention takes custom masks), rows are
+    replaced as they finish, and the forks of a trace decode side by side on copies of its keys and
+    values. Other bases (sliding windows, recurrent states) are sampled a batch at a time, and their
+    forks decoded one by one: same results, slower. In float32 a row's
+    tokens do not depend on what else is in the call; in half precision, with experts or recurrent
+    states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
+
+    Rows are admitted by memory: as many of the greatest possible length as the free memory of each
+    device that holds keys and values takes. Forks take what is free beside the rows being sampled,
+    and wait for these where that is nothing.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    calls = _Stream
+
+    def __init__(
+        self,
+        model: PreTrainedModel,  # a causal LM; it is put in eval mode
+        tokenizer: PreTrainedTokenizerBase,  # its own, for the ids that end a text
+        batch_size: int = 128,  # rows sampled, and traces forked, together, if memory holds them
+        fork_tokens: int = 16_384,  # cap on rows x columns of the traces forked together
+        memory_share: float = 0.8,  # of the free memory, for keys and values, in (0, 1)
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.fork_tokens = fork_tokens
+        self.eos_ids = end_ids(model.generation_config, tokenizer)
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+        effects = batch_effects(self.model)
+        alone = batch_size == 1 and effects is not None
+        self.batch_effects = None if alone else effects
+        self.packed = not alone and _takes_copies(self.model)
+        grouped = self.packed and takes_fast_attention(self.model)
+        self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
 
 
 LIKELIHOOD_TOLERANCE = 0.1
@@ -315,11 +289,7 @@ def mean_logprob(
 ) -> float:
     """The mean log-probability, in nats a token, of an answer after a text.
 
-    Args:
-        model: a causal LM.
-        token_ids: the text.
-        answer_ids: the answer; at least one token.
-        options: where the answer is one of these tokens, and its probability is among them alone.
+    Where the answer is one of the `options`, these tokens, its probability is among them alone.
     """
     ids = torch.tensor([[*token_ids, *answer_ids]], device=input_device(model))
     said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float()  # (A, V)

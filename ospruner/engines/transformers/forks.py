@@ -24,20 +24,10 @@ _PASS_TOKENS = 2048  # of traces that run in one pass; as above
 
 @dataclass
 class Forks:
-    """Forks groups of traces.
+    """Forks groups of traces; `Engine.fork` says how."""
 
-    Attributes:
-        model: a causal LM.
-        packed: rows of its cache can be copied, see `RowBatch`.
-        suffix_ids: put after each cut.
-        max_new_tokens: cap on each answer.
-        stop: makes the rule that completes one answer.
-        eos_ids: ids that end a text.
-        count: where tokens are counted.
-    """
-
-    model: PreTrainedModel
-    packed: bool
+    model: PreTrainedModel  # a causal LM
+    packed: bool  # rows of its cache can be copied, see `RowBatch`
     suffix_ids: Sequence[int]
     max_new_tokens: int
     stop: Callable[[], AnswerStop] | None
@@ -50,12 +40,7 @@ class Forks:
     def run(
         self, forks: Sequence[ForkRequest], together: int = TOGETHER
     ) -> list[list[ForkedAnswer]]:
-        """The answers of each trace, in the order of its cuts.
-
-        Args:
-            forks: the traces, which run side by side.
-            together: answers that decode side by side.
-        """
+        """The answers of each trace, in the order of its cuts; so many decode side by side."""
         branches = []
         for fork in forks:
             text = [*fork.prompt_ids, *fork.trace_ids]
