@@ -28,17 +28,6 @@ from modeling_ospruner.stopping_ospruner import StopRecord
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
-__all__ = [
-    "AppColumn",
-    "Columns",
-    "LocalSource",
-    "Paragraph",
-    "Question",
-    "ServedSource",
-    "Source",
-    "columns_html",
-]
-
 FRAME_SECONDS = 0.1
 _RECORD_SECONDS = 0.5
 _ANSWER_SECONDS = 30.0  # as long as it may take to answer anything at all

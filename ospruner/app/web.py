@@ -18,9 +18,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.optional import needed
 from ospruner.provenance import check_policy
 
-from .sources import AppColumn, LocalSource, Question, ServedSource, Source, columns_html
-
-__all__ = ["build_page", "open_app", "open_source", "running_app"]
+from .columns import AppColumn, LocalSource, Question, ServedSource, Source, columns_html
 
 # Problems that the embedded reasoner understands, too.
 EXAMPLES = (

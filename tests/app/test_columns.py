@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ospruner.app.sources import AppColumn, Paragraph, columns_html
+from ospruner.app.columns import AppColumn, Paragraph, columns_html
 
 PLAIN = AppColumn(
     [Paragraph("a\n\n", 10), Paragraph("b\n\n", 20), Paragraph("c\n\n", 40)],

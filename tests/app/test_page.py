@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ospruner.app.sources import Columns, LocalSource, Question
+from ospruner.app.columns import Columns, LocalSource, Question
 from ospruner.app.web import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
