@@ -25,7 +25,13 @@ from timing import Timed
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner
-from ospruner.engines import Engine, ForkedAnswer, ForkRequest, SamplingSettings, TokenCount
+from ospruner.engines.interface import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    SamplingSettings,
+    TokenCount,
+)
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 

@@ -1,17 +1,37 @@
-"""What the page shows: two columns of thinking and answer, as plain values and as HTML."""
+"""Where the page's columns come from: a policy in this process, or a server of `ospruner serve`.
+
+A column is thinking and answer, as plain values and as HTML; it is given again and again while it
+grows.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Generator, Sequence
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from transformers import StoppingCriteria, StoppingCriteriaList
 
-__all__ = ["AppColumn", "Columns", "Paragraph", "Question", "Source", "columns_html"]
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.stopping_ospruner import StopRecord
+from ospruner.optional import needed
+from ospruner.serving.requests import KEYS
 
+FRAME_SECONDS = 0.1
+_RECORD_SECONDS = 0.5
+_ANSWER_SECONDS = 30.0  # as long as it may take to answer anything at all
+_KEY_OF = {name: key for key, name in KEYS.items()}
 REASONS = {
     "policy": "stopped by the policy",
     "budget": "stopped by the budget",
@@ -108,3 +128,283 @@ def columns_html(plain: AppColumn, pruned: AppColumn) -> str:
     return _TEMPLATE.render(
         plain=plain, pruned=pruned, numbers=numbers, reasons=REASONS, empty=AppColumn()
     )
+
+
+class LocalSource:
+    """A policy with its base, loaded in this process, under its name on the page; see `Source`."""
+
+    def __init__(self, model: OSPrunerForCausalLM, policy: str) -> None:
+        self.model = model
+        self.policy = policy
+        self._running: _Written | None = None
+        config = model.base.config.get_text_config()
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        known = model.config.prices  # of a policy of every price
+        self.prices: tuple[float, float] | None = None if known is None else (0.0, known.high)
+
+    def ask(self, question: Question, pruned: bool) -> Columns:
+        """See `Source.ask`.
+
+        Raises:
+            ValueError: The question is too long for the base, or a setting is out of range.
+        """
+        arguments: dict[str, Any] = self._prompt(question)
+        written = _Written(self.model, arguments["input_ids"].shape[1])
+        arguments |= {"do_sample": False, "stop_policy": False}
+        arguments |= {"max_new_tokens": question.max_tokens}
+        arguments |= {"stopping_criteria": StoppingCriteriaList([written])}
+        if question.temperature > 0:
+            arguments |= {"do_sample": True, "temperature": question.temperature}
+            arguments |= {"top_p": 0.95, "top_k": 0}
+        self._running = written
+        if pruned:
+            arguments["stop_policy"] = {"seed": question.seed, **question.stop_policy}
+            arguments["on_step"] = written.on_step
+        thread = threading.Thread(
+            target=written.run, args=(arguments, question.seed, pruned), daemon=True
+        )
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(FRAME_SECONDS)
+                yield written.column(done=False)
+            if written.error is not None:
+                raise written.error
+            yield written.column(done=True)
+        finally:
+            written.ended = True  # generate ends with its next token
+            thread.join()
+
+    def answer_now(self) -> None:
+        """See `Source.answer_now`; it ends with the paragraph that is being written."""
+        if self._running is not None:
+            self._running.answers = True
+
+    def _prompt(self, question: Question) -> dict[str, torch.Tensor]:
+        """The prompt's ids and mask, (1, S)."""
+        instruction = self.model.token_format.format.user_instruction
+        content = f"{question.text}\n\n{instruction}".rstrip()
+        assert self.model.tokenizer is not None  # a saved policy has one
+        inputs: Any = self.model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        width = inputs["input_ids"].shape[1]
+        if self.positions is not None and width + question.max_tokens > self.positions:
+            raise ValueError(
+                f"The question is {width} tokens long with its prompt, and {question.max_tokens} "
+                f"are kept for thinking and answer; the base takes {self.positions} in all. "
+                "Shorten the question, or lower “Most tokens”."
+            )
+        device = self.model.device
+        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+class _Written(StoppingCriteria):
+    """What one generate has written after a prompt; as a stopping criterion it sees each token."""
+
+    def __init__(self, model: OSPrunerForCausalLM, width: int) -> None:
+        self.ended = self.answers = False
+        self.error: Exception | None = None
+        self._model, self._width = model, width
+        self._ids: list[int] = []
+        self._record = StopRecord()
+        self._began = time.perf_counter()
+
+    def run(self, arguments: dict[str, Any], seed: int, pruned: bool) -> None:
+        """Generates; an error is raised again in the page's thread."""
+        torch.manual_seed(seed)
+        try:
+            output = self._model.generate(**arguments, return_dict_in_generate=True)
+            if pruned:  # not `last_stop`, which may be another visitor's by now
+                self._record = output.stop[0]
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def on_step(self, row: int, record: StopRecord) -> bool:
+        """Takes the record, which goes on changing; whether the thinking ends here."""
+        self._record = record
+        return self.answers
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """After each token."""
+        self._ids = input_ids[0, self._width :].tolist()
+        return torch.full((1,), self.ended, device=input_ids.device)
+
+    def column(self, done: bool) -> AppColumn:
+        """The ids as paragraphs and answer."""
+        ids, record, fmt = self._ids, self._record, self._model.token_format
+        tokenizer: Any = self._model.tokenizer
+        span = fmt.thinking_span([0] * self._width + ids, self._width)
+        tokens = span.end - span.start
+        known = dict(zip(record.step_ends, record.probabilities, strict=False))
+        ends = fmt.step_ends(ids[:tokens])
+        paragraphs = [
+            Paragraph(tokenizer.decode(ids[begin:end]), end, known.get(end))
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+        reason = "natural" if span.closed else "length" if done else None
+        rest, marker = ids[tokens:], fmt.end_marker
+        if marker is None:  # after as much of the closing as stands there
+            pairs = zip(rest, [*fmt.closing_ids, -1], strict=False)
+            rest = rest[next((n for n, (one, other) in enumerate(pairs) if one != other), 0) :]
+        answer = str(tokenizer.decode(rest, skip_special_tokens=True))
+        if marker is not None:
+            answer = answer.partition(marker.literal)[2]
+        return AppColumn(
+            paragraphs,
+            answer.strip(),
+            tokens,
+            time.perf_counter() - self._began,
+            reason if record.reason == "length" else record.reason,
+            done,
+        )
+
+
+class ServedSource:
+    """A server of `ospruner serve`; see `Source`.
+
+    Args:
+        url: Its address, with or without `/v1`.
+
+    Raises:
+        MissingPackageError: The package openai is not installed.
+        ValueError: The address is none.
+        ConnectionError: Nobody answers there, or no policy's server.
+    """
+
+    prices: tuple[float, float] | None = None  # the server knows them
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"--url is {url!r}; it must be like http://localhost:8000")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        openai = needed("openai", "asking a server", "pip install 'ospruner[app]'")
+        self._error: type[Exception] = openai.OpenAIError
+        self._client: Any = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
+        )
+        try:
+            served = self._client.models.list().data[0]
+        except (self._error, IndexError) as error:
+            raise ConnectionError(self._gone(error)) from error
+        self.policy = str(served.id)
+        self._instruction = str((self._told("format") or {}).get("user_instruction", ""))
+        self._asked = ""  # the name of the last pruned request
+        self.positions: int | None = served.model_dump().get("max_model_len")
+
+    def ask(self, question: Question, pruned: bool) -> Columns:
+        """See `Source.ask`.
+
+        Raises:
+            ValueError: The server refuses the request; it says why.
+            ConnectionError: The server is gone.
+        """
+        name = f"app-{uuid.uuid4().hex}"
+        extra: dict[str, Any] = {"stop_policy": pruned}
+        if pruned:
+            extra |= {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
+            extra |= {"stop_id": name, "stop_seed": question.seed}
+            self._asked = name
+        began = looked = time.perf_counter()
+        pieces: list[tuple[int, str]] = []  # tokens so far, text
+        answer, tokens = "", 0
+        record: dict[str, Any] = {}
+        try:
+            with self._streamed(question, extra) as parts:
+                for part in parts:
+                    if part.usage is not None and part.usage.completion_tokens_details is not None:
+                        tokens = part.usage.completion_tokens_details.reasoning_tokens
+                    for choice in part.choices:
+                        fields = choice.model_dump()
+                        delta = fields["delta"]  # servers differ in the name
+                        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+                            tokens += len(fields.get("token_ids") or ())
+                            pieces.append((tokens, thought))
+                        answer += delta.get("content") or ""
+                    now = time.perf_counter()
+                    if pruned and now - looked > _RECORD_SECONDS:
+                        record, looked = self._told(f"stops/{name}") or record, now
+                    yield AppColumn(
+                        _paragraphs(pieces, record), answer.strip(), tokens, now - began
+                    )
+        except self._error as error:
+            status = vars(error).get("status_code")
+            if status is None or status >= 500:
+                raise ConnectionError(self._gone(error)) from error
+            raise ValueError(
+                f"The server refuses the question ({error}). Change what it names, or shorten the "
+                "question."
+            ) from error
+        seconds = time.perf_counter() - began
+        record = (self._told(f"stops/{name}") or record) if pruned else {}
+        reason = record.get("reason") or ("natural" if answer else "length")
+        yield AppColumn(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
+
+    def answer_now(self) -> None:
+        """See `Source.answer_now`."""
+        self._told(f"answer/{self._asked}", "POST")
+
+    def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
+        return self._client.chat.completions.create(
+            model=self.policy,
+            messages=[
+                {"role": "user", "content": f"{question.text}\n\n{self._instruction}".rstrip()}
+            ],
+            temperature=question.temperature,
+            max_tokens=question.max_tokens,
+            seed=question.seed,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"vllm_xargs": extra, "return_token_ids": True},
+        )
+
+    def _told(self, what: str, method: str = "GET") -> dict[str, Any] | None:
+        """What the server says of a request, or of its policy; None where it knows nothing."""
+        try:
+            asked = urllib.request.Request(f"{self.url}/ospruner/{what}", method=method)
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                told: dict[str, Any] = json.load(answer)
+                return told
+        except urllib.error.HTTPError:
+            return None
+        except OSError as error:
+            raise ConnectionError(self._gone(error)) from error
+
+    def _gone(self, error: Exception) -> str:
+        return (
+            f"{self.url} does not answer as a server of `ospruner serve` ({error}): start one with "
+            "`ospruner serve POLICY --port 8000`, or name another with --url"
+        )
+
+
+def _paragraphs(pieces: Sequence[tuple[int, str]], record: Mapping[str, Any]) -> list[Paragraph]:
+    """Streamed pieces as paragraphs: up to the last known step end by tokens, then by blank lines.
+
+    A piece may hold several tokens; it belongs to the step in which it ends.
+    """
+    steps = record.get("step_ends", ()), record.get("probabilities", ())
+    known = list(zip(*steps, strict=False))
+    found: list[Paragraph] = []
+    text, last = "", 0
+
+    def end(tokens: int, *said: float | None) -> None:
+        nonlocal text
+        if text.strip():
+            given = [float("nan") if one is None else one for one in said]  # JSON has no NaN
+            found.append(Paragraph(text, tokens, *given))
+        text = ""
+
+    for tokens, piece in pieces:
+        while known and tokens > known[0][0]:
+            end(*known.pop(0))
+        text, last = text + piece, tokens
+        if not known and text.endswith("\n\n"):
+            end(tokens)
+    if known and last >= known[0][0]:
+        end(*known[0])
+    end(last)
+    return found

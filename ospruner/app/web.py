@@ -12,11 +12,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.optional import needed
+from ospruner.provenance import check_policy
 
-from .columns import AppColumn, Question, Source, columns_html
-
-__all__ = ["build_page", "open_app", "open_source", "running_app"]
+from .columns import AppColumn, LocalSource, Question, ServedSource, Source, columns_html
 
 # Problems that the embedded reasoner understands, too.
 EXAMPLES = (
@@ -50,16 +52,7 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
             f"policy is {policy!r} and --url {url!r}: name a policy, or a server that serves one"
         )
     if policy is None:
-        from .served import ServedSource
-
         return ServedSource(str(url))
-    import torch
-
-    from modeling_ospruner import OSPrunerForCausalLM
-    from ospruner.provenance import check_policy
-
-    from .local import LocalSource
-
     check_policy(policy)
     hub: dict[str, Any] = {"revision": revision} if revision else {}
     if torch.accelerator.is_available():  # transformers spreads the base over them

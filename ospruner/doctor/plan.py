@@ -149,17 +149,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
 
 
 class _Sizes:
-    """Bytes and operations of a base and its policy, from the shapes of their weights.
-
-    Attributes:
-        weights: bytes of the checkpoint: bfloat16, but experts of MXFP4 in four bits.
-        kv_bytes: keys and values of one token in half precision, of layers whose cache grows.
-        tail_kv_bytes: of one token in the policy's layers.
-        projections: the weights of a layer that a token meets, over the width H: they stand for the
-            widths of all projections.
-        routed: width in and within a layer's experts, times those that a token is sent to.
-        scores: bytes of one trace's attention scores where no kernel avoids them: two copies.
-    """
+    """Bytes and operations of a base and its policy, from the shapes of their weights."""
 
     def __init__(self, config: PreTrainedConfig, work: Workload) -> None:
         self.work, self.queries = work, work.tuning == "queries"
@@ -171,6 +161,7 @@ class _Sizes:
         quantised = vars(config).get("quantization_config") or {}
         self.quantised = bool(quantised)
         self.packed = dict(quantised).get("quant_method") == "mxfp4"
+        # Bytes of the checkpoint: bfloat16, but experts of MXFP4 in four bits.
         self.weights = int(sum(p.numel() * self._stored(p) for p in base.parameters()))
         text = base.config.get_text_config()
         self.width = int(text.hidden_size)
@@ -178,13 +169,16 @@ class _Sizes:
         key_bytes = 2 * _HALF * text.num_key_value_heads * head_dim
         caches = DynamicCache(config=text).layers
         growing = sum(not isinstance(layer, DynamicSlidingWindowLayer) for layer in caches)
+        # Keys and values of one token: of layers whose cache grows, and in the policy's layers.
         self.kv_bytes, self.tail_kv_bytes = key_bytes * growing, key_bytes * work.num_policy_layers
         self.groups = text.num_attention_heads // text.num_key_value_heads
+        # The weights of a layer that a token meets, over H, for the widths of all projections.
         self.projections = active_weights(self.layers[-1], base.config) / self.width
         # Their down projections are the smaller of two stacks: (experts, within, out) or transposed
         widths = [sum(p.shape[1:]) for p in self.layers[-1].parameters() if p.ndim == 3]
+        # Width in and within a layer's experts, times those that a token is sent to.
         self.routed = int(vars(text)["num_experts_per_tok"] * min(widths)) if widths else 0
-        self.scores = 0
+        self.scores = 0  # bytes of a trace's where no kernel avoids them: two copies
         if text._attn_implementation == "eager" and not takes_sinks_as_keys(text):
             self.scores = 2 * _HALF * int(text.num_attention_heads) * work.max_tokens**2
 

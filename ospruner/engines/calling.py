@@ -1,4 +1,4 @@
-"""Engines over servers: which one does what, and how traces and answers are asked for."""
+"""Engines over servers: what one is asked and answers, which does what, and how traces are made."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Protocol
+
+import torch
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.formats import ends_alone
+from ospruner.logits import top_entropy
 
-from .asking import Ask, Reply, Server, ServerDownError
 from .interface import (
     AnswerStop,
+    Call,
     Engine,
     EnginesDownError,
     ForkedAnswer,
@@ -23,246 +26,228 @@ from .interface import (
     Sampled,
     SamplingSettings,
     TokenCount,
-    TraceDesk,
     TraceRequest,
-    UniqueTokens,
-    to_fork,
 )
 from .rows import Branch, SamplingRow
 
-_T = TypeVar("_T")
+
+class ServerDownError(Exception):
+    """A server, which is named, cannot be used any more; another one may do its work."""
 
 
-class _Host:
-    """A server, and what is asked of it.
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt to be continued; the draws are as in `SamplingSettings`."""
 
-    Attributes:
-        down: why it cannot be used any more.
-        asked: the requests that it was given, those included that wait for room.
-    """
-
-    def __init__(self, server: Server, concurrency: int, changed: asyncio.Event) -> None:
-        self._server = server
-        self._changed = changed  # set when a request is done
-        self._room = asyncio.Semaphore(concurrency)
-        self.down: ServerDownError | None = None
-        self.asked = 0
-
-    async def do(self, work: Callable[[Server], Awaitable[_T]]) -> _T:
-        """Does some work as one request; it counts as asked already."""
-        try:
-            async with self._room:
-                if self.down is not None:
-                    raise self.down
-                return await work(self._server)
-        except ServerDownError as error:
-            self.down = self.down or error
-            raise
-        finally:
-            self.asked -= 1
-            self._changed.set()
+    prompt_ids: list[int]
+    max_new_tokens: int
+    end_ids: frozenset[int]  # that end it
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None  # of the draws, below 2**63; None for a greedy request
+    scored: bool = False  # whether log-probabilities are asked for
+    # Makes the rule that completes it, beside `end_ids`. A server may go on beyond that, or stop
+    # before it, wherever the rule's `final_text` appears.
+    stop: Callable[[], AnswerStop] | None = None
+    options: tuple[int, ...] = ()  # whose log-probabilities at the first token are asked for
 
 
-class AskingEngine(Engine, ABC):
-    """An `Engine` over servers that answer single requests and share prefixes by themselves.
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered; scores where they were asked for."""
 
-    All forks of a trace go to the server that sampled it, unless another has nothing to do. Tokens
-    are counted as the servers report them; a request that a server had to interrupt and compute
-    again is not seen.
+    ids: list[int]  # the continuation, without the token that ended it
+    end_id: int | None  # the one of `Ask.end_ids` that ended it; None where something else did
+    cached_tokens: int  # of the prompt's tokens, how many were not computed again
+    logprobs: list[float]  # natural ones of `ids` at temperature 1
+    # In nats, of the distribution at each generated token, that of `end_id` last, over its
+    # ENTROPY_TOKENS most likely tokens.
+    entropies: list[float]
+    # Natural ones of `Ask.options`; None where the server gives only those of the likeliest tokens,
+    # and it is none of them.
+    option_logprobs: list[float | None] = field(default_factory=list)
 
-    Args:
-        eos_ids: ids that end a text.
-        concurrency: requests that a server works on at once.
+    @property
+    def written(self) -> list[int]:
+        """What was generated, the token that ended it included."""
+        return self.ids if self.end_id is None else [*self.ids, self.end_id]
 
-    Raises:
-        ValueError: a concurrency below 1.
-    """
+    @classmethod
+    def of(
+        cls,
+        ask: Ask,
+        ids: Sequence[int],
+        cached_tokens: int,
+        logprobs: Sequence[float] = (),
+        top_logprobs: Sequence[Sequence[float]] = (),  # at each of `ids`, or a few more
+        server_ended: bool = False,  # the server says that the last one ends a text for it
+    ) -> Reply:
+        """The reply in generated ids, of which the last may be the one that ended them."""
+        ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
+        kept = len(ids) - ends
+        entropies = [float(top_entropy(torch.tensor(list(top)))) for top in top_logprobs]
+        end_id = ids[-1] if ends else None
+        return cls(list(ids[:kept]), end_id, cached_tokens, list(logprobs[:kept]), entropies)
 
-    shares_within_batches = True
-    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
-    does not, the longest fork of a trace is answered before its others are asked for."""
-    batch_effects: str | None = (
-        "servers compute rows in changing batches, whose kernels may round differently"
-    )
-    """See `Engine`."""
 
-    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
-        self.eos_ids = eos_ids
-        self.concurrency = concurrency
-        self.counts = TokenCount()
-        self.sample_counts = TokenCount()
+class Server(Protocol):
+    """Something that answers requests, one of possibly many."""
 
-    @abstractmethod
-    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
-        """The servers, for one call."""
-
-    @abstractmethod
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Gets ready to sample rows with these further keys, or refuses to; none begin a call."""
-
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
-
-        A trace is begun wherever a server has room, and its forks come before further traces. What
-        a server that goes down has not answered is asked of the others. A request that is refused
-        fails its trace alone. The thinking and the natural answer are two requests, so that each
-        has its own cap.
+    async def ask(self, ask: Ask) -> Reply:
+        """Answers one request.
 
         Raises:
-            ValueError: as `fork`.
-            EnginesDownError: no server is left.
+            ServerDownError: it cannot be used any more.
+            ValueError: it refuses this request.
         """
-        call = Call(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
+
+
+@dataclass
+class _Host:
+    """A server; `down` is why it cannot be used any more."""
+
+    server: Server
+    room: asyncio.Semaphore
+    down: ServerDownError | None = None
+
+    async def ask(self, ask: Ask, count: TokenCount) -> Reply:
+        """Its answer, whose tokens are counted."""
+        async with self.room:
+            if self.down is not None:
+                raise self.down
+            try:
+                reply = await self.server.ask(ask)
+            except ServerDownError as error:
+                self.down = self.down or error
+                raise
+        fed = max(len(reply.written) - 1, 0)  # nothing follows the last token
+        count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
+        return reply
+
+
+@dataclass
+class _Job:
+    """A trace, as far as it has come; a server that goes down leaves it to the others."""
+
+    request: TraceRequest
+    trace: Sampled | None
+    fork: ForkRequest | None = None
+    answers: dict[int, ForkedAnswer] = field(default_factory=dict)  # by the place of their cuts
+
+
+@dataclass
+class _Call(Call):
+    """A server has as many traces in work as requests, and begins another where one is done.
+
+    What a server that goes down has not answered is asked of the others. A request that is refused
+    fails its trace alone. The thinking and the natural answer are two requests, so that each has
+    its own cap.
+    """
+
+    engine: AskingEngine
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.draws = self.fmt is not None and self.settings.temperature > 0
+        self.left: list[_Job] = []  # by servers that went down
+        self.running = 0  # traces
+        self.asking = asyncio.Lock()  # of the desk
+        self.changed = asyncio.Event()  # set when a trace is done, or left
+
+    def run(self) -> None:
+        """Makes traces on all servers, until the desk has no more of them."""
         try:
-            asyncio.run(call.run())
+            asyncio.run(self._run())
         except BaseExceptionGroup as group:  # of several errors the first one is raised alone
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             raise error from None
 
-
-@dataclass
-class Call:
-    """One call of an engine; the other fields are the arguments of `sample_and_fork`."""
-
-    engine: AskingEngine
-    desk: TraceDesk
-    settings: SamplingSettings
-    fmt: TokenFormat | None
-    suffix_ids: Sequence[int]
-    max_new_tokens: int
-    stop: Callable[[], AnswerStop] | None
-
-    def __post_init__(self) -> None:
-        self.unique = UniqueTokens(self.engine)
-        self.hosts: list[_Host] = []
-        self.exhausted = False  # a server had room, and there was no trace to begin
-        self.changed = asyncio.Event()
-
-    async def run(self) -> None:
-        """Begins traces while servers have room, until the desk has no more of them."""
-        draws = self.fmt is not None and self.settings.temperature > 0
-        if draws:
-            self.engine._prepare_sampling(self.settings, [])
-        running: set[asyncio.Task[None]] = set()
+    async def _run(self) -> None:
         concurrency = self.engine.concurrency
-        async with self.engine._connect() as servers, asyncio.TaskGroup() as group:
-            self.hosts = [_Host(server, concurrency, self.changed) for server in servers]
-            while True:
-                self.changed.clear()
-                request = None
-                if any(host.down is None and host.asked < concurrency for host in self.hosts):
-                    request = self.desk.begin()
-                    self.exhausted = request is None
-                if request is not None:
-                    if draws and request.trace is None:
-                        self.engine._prepare_sampling(self.settings, [request.key])
-                    host = None
-                    if request.trace is None:
-                        host = self._host()
-                        host.asked += 1
-                    task = group.create_task(self._label(request, host))
-                    running.add(task)
-                    task.add_done_callback(running.discard)
-                    task.add_done_callback(lambda _: self.changed.set())
-                    if host is None:
-                        await asyncio.sleep(0)  # its forks are asked for
-                elif running:
-                    await self.changed.wait()
-                else:
-                    return
-
-    def _host(self, home: _Host | None = None) -> _Host:
-        """The server to ask next: the one with the least to do.
-
-        Args:
-            home: the one that knows the prompts; another helps out where it has nothing to do.
-
-        Raises:
-            EnginesDownError: none is left.
-        """
-        up = [host for host in self.hosts if host.down is None]
-        if not up:
-            reasons = "; ".join(str(host.down) for host in self.hosts)
+        if self.draws:
+            self.engine._prepare_sampling(self.settings, [])
+        async with self.engine._connect() as servers:
+            hosts = [_Host(server, asyncio.Semaphore(concurrency)) for server in servers]
+            async with asyncio.TaskGroup() as group:
+                for host in hosts * concurrency:  # in turns
+                    group.create_task(self._work(host))
+        if self.left:
+            reasons = "; ".join(str(host.down) for host in hosts)
             raise EnginesDownError(
                 f"no server is left ({reasons}): see to them and run again; what was finished "
                 "before is kept"
             )
-        host = min(up, key=lambda one: one.asked)
-        if home in up:
-            full = home.asked >= self.engine.concurrency
-            return host if self.exhausted and full and not host.asked else home
-        return host
 
-    async def _label(self, request: TraceRequest, host: _Host | None) -> None:
-        """Samples a trace on a server, unless it was before, and forks it."""
-        trace = request.trace
-        if host is not None:
-            sampled = await self._tried(request, self._sampled(request, host))
-            if sampled is None:
-                return
-            trace, host = sampled
-        assert trace is not None
-        if (fork := to_fork(self.desk, request, trace)) is not None:
-            answers = await self._tried(request, self._forked(fork, host))
-            if answers is not None:
-                self.unique.forked(fork, self.suffix_ids, answers)
-                self.desk.done(request, trace, answers)
+    async def _work(self, host: _Host) -> None:
+        """Makes traces on a server, one after the other, while it is up."""
+        while (job := await self._next(host)) is not None:
+            if job.trace is None:
+                await self._tried(job, self._sample(job, host))
+            if job.trace is not None:
+                job.fork = job.fork or self.to_fork(job.request, job.trace)
+                if job.fork and await self._tried(job, self._answer_all(job, job.fork, host)):
+                    answers = [job.answers[place] for place in range(len(job.fork.cuts))]
+                    self.done(job.request, job.trace, job.fork, answers)
+            self.running -= 1
+            self.changed.set()
 
-    async def _tried(self, request: TraceRequest, work: Awaitable[_T]) -> _T | None:
-        """What some work on a trace gives; None where it failed, which the desk is told."""
-        try:
-            return await work
-        except EnginesDownError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the other traces go on
-            self.desk.failed(request, error)
+    async def _next(self, host: _Host) -> _Job | None:
+        """What a server does next; None where nothing is left, or it is down."""
+        async with self.asking:
+            while host.down is None:
+                job = self.left.pop() if self.left else self._begun()
+                if job is not None:
+                    self.running += 1
+                    return job
+                if not self.running:
+                    return None
+                self.changed.clear()
+                await self.changed.wait()
+        return None
+
+    def _begun(self) -> _Job | None:
+        request = self.desk.begin()
+        if request is None:
             return None
+        if self.draws and request.trace is None:
+            self.engine._prepare_sampling(self.settings, [request.key])
+        return _Job(request, request.trace)
 
-    async def _sampled(self, request: TraceRequest, host: _Host) -> tuple[Sampled, _Host]:
-        """Samples a trace; also the server that did."""
-        while True:
-            try:
-                return await host.do(lambda server: self._trace(server, request)), host
-            except ServerDownError:
-                host = self._host()
-                host.asked += 1
+    async def _tried(self, job: _Job, work: Awaitable[None]) -> bool:
+        """Whether some work on a trace is done; else others do it, or the desk is told why not."""
+        try:
+            await work
+        except ServerDownError:
+            self.left.append(job)
+        except Exception as error:  # noqa: BLE001 - the other traces go on
+            self.desk.failed(job.request, error)
+        else:
+            return True
+        return False
 
-    async def _forked(self, fork: ForkRequest, home: _Host | None) -> list[ForkedAnswer]:
-        """The answers of a trace, all of one server while it is up."""
-        prompts = [[*fork.prompt_ids, *fork.trace_ids[:cut], *self.suffix_ids] for cut in fork.cuts]
-        answers: dict[int, ForkedAnswer] = {}
+    async def _answer_all(self, job: _Job, fork: ForkRequest, host: _Host) -> None:
+        """Forks a trace's answers, those that no server has given yet."""
         shares = self.engine.shares_within_batches
-        left = sorted(range(len(prompts)), key=lambda place: 0 if shares else -fork.cuts[place])
-        while left:
-            host = self._host(home)
-            for wave in [left] if shares else [left[:1], left[1:]]:
-                host.asked += len(wave)
-                tasks = (
-                    host.do(partial(self._answer, prompts[place], tuple(fork.options)))
-                    for place in wave
-                )
-                results = await asyncio.gather(*tasks, return_exceptions=True)
-                for place, result in zip(wave, results, strict=True):
-                    if isinstance(result, ForkedAnswer):
-                        answers[place] = result
-                    elif not isinstance(result, ServerDownError):
-                        raise result
-            left = [place for place in left if place not in answers]
-        return [answers[place] for place in range(len(prompts))]
+        left = [place for place in range(len(fork.cuts)) if place not in job.answers]
+        left.sort(key=lambda place: 0 if shares else -fork.cuts[place])
+        for wave in [left] if shares else [left[:1], left[1:]]:
+            results = await asyncio.gather(
+                *(self._answer(fork, fork.cuts[place], host) for place in wave),
+                return_exceptions=True,
+            )
+            errors: list[BaseException] = []
+            for place, result in zip(wave, results, strict=True):
+                if isinstance(result, ForkedAnswer):
+                    job.answers[place] = result
+                else:
+                    errors.append(result)
+            if errors:  # a refusal goes before a server that is down
+                raise min(errors, key=lambda error: isinstance(error, ServerDownError))
 
-    async def _trace(self, server: Server, request: TraceRequest) -> Sampled:
+    async def _sample(self, job: _Job, host: _Host) -> None:
         """Samples one thinking part and, where the model ended it by its marker, the answer.
 
         Where the end marker is several tokens, servers stop at its text, which is then looked at:
@@ -270,7 +255,7 @@ class Call:
         """
         fmt, settings, eos_ids = self.fmt, self.settings, self.engine.eos_ids
         assert fmt is not None
-        row = SamplingRow(request, settings.seed, fmt)
+        row = SamplingRow(job.request, settings.seed, fmt)
         several = fmt.end_marker is not None
         while True:
             thinking, begun = not row.thinking.ended, len(row.tokens)
@@ -286,7 +271,7 @@ class Call:
                 draw >> 1 if settings.temperature > 0 else None,
                 stop=partial(_MarkerStop, fmt, tuple(row.tokens)) if thinking and several else None,
             )
-            reply = await _asked(server, ask, self.engine.sample_counts)
+            reply = await host.ask(ask, self.engine.sample_counts)
             end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
             finished = False
             for token in reply.written:
@@ -294,22 +279,22 @@ class Call:
                 if finished or thinking == row.thinking.ended:
                     break
             if finished or not thinking:
-                self.unique.sampled(request, len(row.tokens))
-                return row.sampled(end_ids)
+                self.count_sampled(job.request, len(row.tokens))
+                job.trace = row.sampled(end_ids)
+                return
             if not row.thinking.ended and not (several and reply.ids):
                 _check_length(reply, limit)
 
-    async def _answer(
-        self, prompt: list[int], options: tuple[int, ...], server: Server
-    ) -> ForkedAnswer:
+    async def _answer(self, fork: ForkRequest, cut: int, host: _Host) -> ForkedAnswer:
         """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
-        if options:
-            return await self._choose(prompt, options, server)
+        prompt = [*fork.prompt_ids, *fork.trace_ids[:cut], *self.suffix_ids]
+        if fork.options:
+            return await self._choose(prompt, tuple(fork.options), host)
         branch, eos_ids = Branch(prompt, (), self.stop), self.engine.eos_ids
         while True:
             limit = self.max_new_tokens - len(branch.ids)
             ask = Ask([*prompt, *branch.ids], limit, eos_ids, scored=True, stop=self.stop)
-            reply = await _asked(server, ask, self.engine.counts)
+            reply = await host.ask(ask, self.engine.counts)
             end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
             scores = zip(reply.written, [*reply.logprobs, 0.0], reply.entropies, strict=False)
             for token, logprob, entropy in scores:
@@ -320,13 +305,13 @@ class Call:
                 _check_length(reply, limit)
 
     async def _choose(
-        self, prompt: list[int], options: tuple[int, ...], server: Server
+        self, prompt: list[int], options: tuple[int, ...], host: _Host
     ) -> ForkedAnswer:
         """The likeliest of the options after a prompt; those left unsaid are asked for singly."""
 
         async def scores_of(some: tuple[int, ...]) -> list[float | None]:
             ask = Ask(prompt, 1, self.engine.eos_ids, scored=True, options=some)
-            return (await _asked(server, ask, self.engine.counts)).option_logprobs
+            return (await host.ask(ask, self.engine.counts)).option_logprobs
 
         scores = []
         for option, known in zip(options, await scores_of(options), strict=True):
@@ -337,13 +322,46 @@ class Call:
         return ForkedAnswer.chosen(options, scores)
 
 
-class _MarkerStop:
-    """The `AnswerStop` of a thinking that an end marker of several tokens ends.
+class AskingEngine(Engine, ABC):
+    """An `Engine` over servers that answer single requests and share prefixes by themselves.
 
-    Args:
-        fmt: with that marker.
-        taken: what stands there already.
+    All forks of a trace go to the server that sampled it. Tokens are counted as the servers report
+    them; a request that a server had to interrupt and compute again is not seen.
+
+    Raises:
+        ValueError: a concurrency below 1.
     """
+
+    shares_within_batches = True
+    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
+    does not, the longest fork of a trace is answered before its others are asked for."""
+    batch_effects: str | None = (
+        "servers compute rows in changing batches, whose kernels may round differently"
+    )
+    """See `Engine`."""
+    calls = _Call
+
+    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
+        self.eos_ids = eos_ids  # that end a text
+        self.concurrency = concurrency  # requests that a server works on at once
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
+        """The servers, for one call."""
+
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Gets ready to sample rows with these further keys, or refuses to; none begin a call.
+
+        Nothing where each request carries its seed.
+        """
+
+
+class _MarkerStop:
+    """The `AnswerStop` of a thinking, begun already, that an end marker of several tokens ends."""
 
     def __init__(self, fmt: TokenFormat, taken: Sequence[int]) -> None:
         assert fmt.end_marker is not None
@@ -356,14 +374,6 @@ class _MarkerStop:
         """Takes the next token; whether the marker is complete."""
         self._state.push(token_id)
         return self._state.ended
-
-
-async def _asked(server: Server, ask: Ask, count: TokenCount) -> Reply:
-    """A server's answer, whose tokens are counted."""
-    reply = await server.ask(ask)
-    fed = max(len(reply.written) - 1, 0)  # nothing follows the last token
-    count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
-    return reply
 
 
 def _check_length(reply: Reply, limit: int) -> None:

@@ -14,14 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, Reply, Server, ServerDownError
-from .calling import AskingEngine
-from .interface import ENTROPY_TOKENS, SamplingSettings, base_end_ids
+from .calling import Ask, AskingEngine, Reply, Server, ServerDownError
+from .interface import ENTROPY_TOKENS, base_end_ids
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-__all__ = ["HTTPEngine", "OpenAIEngine", "SGLangEngine"]
 
 _PIP_LINE = "pip install 'ospruner[openai]'"
 _ID_PREFIX = "token_id:"
@@ -35,16 +32,6 @@ class HTTPEngine(AskingEngine):
     the call and the others do its work. An answer stops at each text that could end it, and is
     asked on where that was not its end.
 
-    Args:
-        base: the model's folder or Hub id.
-        tokenizer: its tokenizer, for the ids that end a text.
-        urls: the servers.
-        revision: of a Hub id.
-        concurrency: requests that each server works on at once.
-        timeout_seconds: how long one request may take; a whole trace is one.
-        retries: how often a request that failed is sent again.
-        api_key: the servers' key; None for the environment's OPENAI_API_KEY.
-
     Raises:
         MissingPackageError: the openai package, whose client is used, is not installed.
         ValueError: no URLs, one that is no http(s) address, two that are equal, or bad limits.
@@ -55,15 +42,15 @@ class HTTPEngine(AskingEngine):
 
     def __init__(
         self,
-        base: str,
-        tokenizer: PreTrainedTokenizerBase,
+        base: str,  # the model's folder or Hub id
+        tokenizer: PreTrainedTokenizerBase,  # its own, for the ids that end a text
         urls: Sequence[str],
         *,
-        revision: str | None = None,
-        concurrency: int = 256,
-        timeout_seconds: float = 3600,
-        retries: int = 5,
-        api_key: str | None = None,
+        revision: str | None = None,  # of a Hub id
+        concurrency: int = 256,  # requests that each server works on at once
+        timeout_seconds: float = 3600,  # of one request; a whole trace is one
+        retries: int = 5,  # of a request that failed
+        api_key: str | None = None,  # None for the environment's OPENAI_API_KEY
     ) -> None:
         super().__init__(base_end_ids(base, revision, tokenizer), concurrency)
         needed("openai", "an engine behind HTTP", _PIP_LINE)
@@ -92,9 +79,6 @@ class HTTPEngine(AskingEngine):
         Raises:
             KeyError, IndexError, TypeError: the answer lacks something.
         """
-
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Nothing: each request carries its seed."""
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
@@ -130,10 +114,10 @@ class _Endpoint:
         try:
             answer = await self.client.post(path, cast_to=object, body=body)
         except APIConnectionError as error:  # time-outs too
-            reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-            raise ServerDownError(self.url, reason) from error
+            reason = f" ({error.__cause__})" if error.__cause__ else ""
+            raise ServerDownError(f"{self.url}: {error}{reason}") from error
         except (InternalServerError, RateLimitError) as error:
-            raise ServerDownError(self.url, str(error)) from error
+            raise ServerDownError(f"{self.url}: {error}") from error
         except APIStatusError as error:
             raise ValueError(
                 f"{self.url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
@@ -148,16 +132,7 @@ class _Endpoint:
 
 
 class OpenAIEngine(HTTPEngine):
-    """The completions endpoints of servers, with or without `/v1` in their URLs.
-
-    Args:
-        base: as of `HTTPEngine`, as all others.
-        tokenizer: as there.
-        urls: as there.
-        model: the name under which the servers know the model; None for `base`.
-        seeds: whether requests carry a seed. vLLM on a CPU cannot take any, and would end.
-        more: further ones of `HTTPEngine`.
-    """
+    """The completions endpoints of servers, with or without `/v1` in their URLs."""
 
     needs = (
         "it must be a server that takes prompts of token ids and gives token ids back, such as "
@@ -171,9 +146,9 @@ class OpenAIEngine(HTTPEngine):
         tokenizer: PreTrainedTokenizerBase,
         urls: Sequence[str],
         *,
-        model: str | None = None,
-        seeds: bool = True,
-        **more: Any,
+        model: str | None = None,  # as the servers call it; None for `base`
+        seeds: bool = True,  # sent with requests; vLLM on a CPU cannot take any, and would end
+        **more: Any,  # of `HTTPEngine`
     ) -> None:
         super().__init__(base, tokenizer, [_with_path(url) for url in urls], **more)
         self.model = model or base

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -23,73 +22,40 @@ class EnginesDownError(ConnectionError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How traces are sampled.
+    """How traces are sampled; `LabelSettings` refuses what is out of range."""
 
-    Attributes:
-        temperature: 0 decodes greedily.
-        top_p: mass of the most likely tokens that are kept, in (0, 1].
-        top_k: how many of the most likely tokens are kept; 0 keeps all.
-        max_new_tokens: cap on a trace's thinking tokens; the end marker is not counted.
-        max_answer_tokens: cap on the natural answer's tokens.
-        seed: with a row's key, decides all of its draws.
-    """
-
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    max_new_tokens: int = 15_000
-    max_answer_tokens: int = 512
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep all) or more")
-        for name in ("max_new_tokens", "max_answer_tokens"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name} is {vars(self)[name]}; it must be 1 or more")
+    temperature: float = 0.6  # 0 decodes greedily
+    top_p: float = 0.95  # mass of the most likely tokens that are kept, in (0, 1]
+    top_k: int = 0  # how many of the most likely tokens are kept; 0 keeps all
+    max_new_tokens: int = 15_000  # of the thinking; the end marker is not counted
+    max_answer_tokens: int = 512  # of the natural answer
+    seed: int = 0  # with a row's key, decides all of its draws
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled trace.
+    """One sampled trace."""
 
-    Attributes:
-        trace_ids: the thinking tokens: no prompt, no end marker.
-        answer_ids: what followed the end marker, without the token that ends the text.
-        ended: "natural" where the model ended its thinking, "cap" where the cap did.
-        end_ids: the tokens of an end marker of several tokens, as the model wrote it: the first may
-            begin with other text, the last end with some of the answer's.
-    """
-
-    trace_ids: list[int]
-    answer_ids: list[int]
-    ended: Literal["natural", "cap"]
+    trace_ids: list[int]  # the thinking tokens: no prompt, no end marker
+    answer_ids: list[int]  # what followed the end marker, without the token that ends the text
+    ended: Literal["natural", "cap"]  # by the model, or by the cap on its thinking
+    # Of an end marker of several tokens, as the model wrote it: the first may begin with other
+    # text, the last end with some of the answer's.
     end_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A trace and where to fork answers off it.
-
-    Attributes:
-        prompt_ids: the prompt.
-        trace_ids: the thinking tokens.
-        cuts: for each fork, how many thinking tokens it keeps, in 0..len(trace_ids).
-        options: token ids of which the likeliest is the answer, read in the forward that runs the
-            suffix; () decodes the answer.
-    """
+    """A trace and where to fork answers off it."""
 
     prompt_ids: Sequence[int]
-    trace_ids: Sequence[int]
-    cuts: Sequence[int]
+    trace_ids: Sequence[int]  # the thinking tokens
+    cuts: Sequence[int]  # of each fork: how many of these it keeps, in 0..len(trace_ids)
+    # Token ids of which the likeliest is the answer, read in the forward that runs the suffix; ()
+    # decodes the answer.
     options: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        _refuse_empty(self.prompt_ids)
         if bad := [cut for cut in self.cuts if not 0 <= cut <= len(self.trace_ids)]:
             raise ValueError(
                 f"cuts holds {bad}; each must lie in 0..{len(self.trace_ids)}, the trace's length"
@@ -103,27 +69,12 @@ class ForkRequest:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One trace to be sampled and forked.
-
-    Attributes:
-        prompt_ids: the prompt.
-        key: the row's name: with the seed, it decides all of the trace's draws.
-        options: as in `ForkRequest`, of its forks.
-        trace: the trace, where it was sampled before and is only to be forked.
-    """
+    """One trace to be sampled and forked."""
 
     prompt_ids: Sequence[int]
-    key: str
-    options: Sequence[int] = ()
-    trace: Sampled | None = None
-
-    def __post_init__(self) -> None:
-        _refuse_empty(self.prompt_ids)
-
-
-def _refuse_empty(prompt_ids: Sequence[int]) -> None:
-    if not len(prompt_ids):
-        raise ValueError("prompt_ids is empty; a trace needs a prompt")
+    key: str  # the row's name: with the seed, it decides all of the trace's draws
+    options: Sequence[int] = ()  # as in `ForkRequest`, of its forks
+    trace: Sampled | None = None  # where it was sampled before, and is only to be forked
 
 
 @dataclass(frozen=True)
@@ -131,34 +82,22 @@ class ForkedAnswer:
     """A greedy answer after prompt, cut trace and suffix.
 
     Where the request has options, the answer is one token, and the distribution is over these.
-
-    Attributes:
-        ids: the answer's tokens after the suffix, without the token that ends the text; the
-            token that closed the box is included.
-        ended: "closed" by the stop rule, "eos", or "length" at the cap.
-        logprobs: natural log-probability of each of `ids` under the model's plain (temperature 1)
-            distribution.
-        entropy: in nats, of the distribution at the answer's first token over its ENTROPY_TOKENS
-            most likely tokens, renormalised.
-        whole_entropy: the sum of the same over all tokens of the answer, that of its end included.
-        option_logprobs: natural log-probability of each of the request's options, among them
-            alone; None where the answer was decoded.
     """
 
+    # After the suffix, without the token that ends the text; with the one that closed the box.
     ids: list[int]
-    ended: Literal["closed", "eos", "length"]
-    logprobs: list[float]
+    ended: Literal["closed", "eos", "length"]  # "closed" by the stop rule, "length" at the cap
+    logprobs: list[float]  # natural ones of `ids`, under the model's plain (temperature 1) shares
+    # In nats, of the distribution at the answer's first token over its ENTROPY_TOKENS most likely
+    # tokens, renormalised; and the sum over all of its tokens, that of its end included.
     entropy: float
     whole_entropy: float
+    # Natural ones of the request's options, among them alone; None where the answer was decoded.
     option_logprobs: list[float] | None = None
 
     @classmethod
     def chosen(cls, options: Sequence[int], scores: Sequence[float]) -> ForkedAnswer:
-        """The likeliest of a request's options.
-
-        Args:
-            options: token ids.
-            scores: their logits, or log-probabilities: a constant added to all changes nothing.
+        """The likeliest of a request's options, by their logits or log-probabilities.
 
         Raises:
             ValueError: a score is not finite.
@@ -174,17 +113,11 @@ class ForkedAnswer:
 
 @dataclass
 class TokenCount:
-    """Tokens computed, against those that could not have been shared.
+    """Tokens computed, against those that could not have been shared."""
 
-    Attributes:
-        computed: tokens that entered the model's forward, padding apart.
-        padding: slots of padding that entered it beside them.
-        unique: tokens that cannot be shared in a call, see `UniqueTokens`.
-    """
-
-    computed: int = 0
-    padding: int = 0
-    unique: int = 0
+    computed: int = 0  # that entered the model's forward, padding apart
+    padding: int = 0  # that entered it beside them
+    unique: int = 0  # that cannot be shared in a call, see `UniqueTokens`
 
 
 class AnswerStop(Protocol):
@@ -224,7 +157,7 @@ class TraceDesk(Protocol):
         """Takes note of an error that ended a trace, and no other one."""
 
 
-class Engine(ABC):
+class Engine:
     """What labelling and evaluation ask of any engine: a stream of traces, sampled and forked."""
 
     counts: TokenCount
@@ -233,8 +166,9 @@ class Engine(ABC):
     """Of all sampling so far."""
     batch_effects: str | None
     """Why a row may get other tokens in another call with the same seed; None where it does not."""
+    calls: type[Call]
+    """What does one call."""
 
-    @abstractmethod
     def sample_and_fork(
         self,
         desk: TraceDesk,
@@ -247,15 +181,8 @@ class Engine(ABC):
         """Samples traces and forks answers off each, until the desk has no more of them.
 
         A trace is forked while others are still being sampled, and another is begun wherever there
-        is room.
-
-        Args:
-            desk: where traces come from, and where they are handed in.
-            settings: how to sample.
-            fmt: where the thinking ends; None where nothing is to be sampled.
-            suffix_ids: as in `fork`.
-            max_new_tokens: as in `fork`.
-            stop: as in `fork`.
+        is room. `fmt` says where the thinking ends; None where nothing is to be sampled. The suffix
+        and what follows are as in `fork`.
 
         Raises:
             ValueError: as `fork`. What a single trace asks too much fails that trace alone.
@@ -263,6 +190,7 @@ class Engine(ABC):
             Exception: an error that cannot be told to be a single trace's. Those in flight are
                 not handed in.
         """
+        self.calls(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop).run()
 
     def sample(
         self,
@@ -273,28 +201,16 @@ class Engine(ABC):
     ) -> list[Sampled]:
         """Samples one trace and its natural answer per prompt.
 
-        Args:
-            prompts: token ids.
-            settings: how to sample.
-            fmt: where the thinking ends.
-            keys: names of the rows, such as problem and sample index. A row's draws depend on
-                the seed and its key only. Default: the prompt's ids and how often they occurred
-                before in this call.
+        Keys are names of the rows, such as problem and sample index: a row's draws depend on the
+        seed and its key only. Default: the prompts' numbers.
 
         Raises:
-            ValueError: a prompt is empty, or too long with the cap.
+            ValueError: a prompt is too long with the cap.
         """
-        if keys is None:
-            seen: Counter[tuple[int, ...]] = Counter()
-            keys = []
-            for ids in map(tuple, prompts):
-                keys.append(f"{ids}/{seen[ids]}")
-                seen[ids] += 1
-        elif len(keys) != len(prompts):
-            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
+        keys = [str(i) for i in range(len(prompts))] if keys is None else keys
         asked = [TraceRequest(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
         desk = _ListDesk(asked, [[] for _ in asked])
-        self.sample_and_fork(desk, settings, fmt, _NO_SUFFIX, 1)
+        self.sample_and_fork(desk, settings, fmt, (), 1)
         return [trace for trace, _ in desk.results()]
 
     def fork(
@@ -316,12 +232,8 @@ class Engine(ABC):
                 prefix. Default: the end-of-text token alone.
 
         Raises:
-            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a trace is too long.
+            ValueError: a trace is too long.
         """
-        if not len(suffix_ids):
-            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
         asked = []
         for one in requests:
             trace = Sampled(list(one.trace_ids), [], "natural")
@@ -330,9 +242,6 @@ class Engine(ABC):
         desk = _ListDesk(asked, cuts)
         self.sample_and_fork(desk, SamplingSettings(), None, suffix_ids, max_new_tokens, stop)
         return [answers for _, answers in desk.results()]
-
-
-_NO_SUFFIX = (0,)  # nothing is forked
 
 
 class _ListDesk:
@@ -344,19 +253,15 @@ class _ListDesk:
         self._made: dict[int, tuple[Sampled, list[ForkedAnswer]]] = {}
 
     def begin(self) -> TraceRequest | None:
-        """See `TraceDesk.begin`."""
         return next(self._todo, None)
 
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
-        """See `TraceDesk.sampled`."""
         return self._cuts[id(request)]
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
-        """See `TraceDesk.done`."""
         self._made[id(request)] = trace, list(answers)
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
-        """See `TraceDesk.failed`."""
         raise error
 
     def results(self) -> list[tuple[Sampled, list[ForkedAnswer]]]:
@@ -370,52 +275,62 @@ def row_state(seed: int, key: str) -> int:
     return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
 
 
-class UniqueTokens:
-    """Counts the tokens of a call that cannot be shared.
+@dataclass
+class Call(ABC):
+    """One call of an engine; its fields are that and the arguments of `sample_and_fork`.
 
-    Each prompt counts once, each trace once, and once at each of its cuts the suffix and the
-    answer; the last token does not, for nothing follows it.
-
-    Args:
-        engine: in whose counts they are entered.
+    It counts the tokens that cannot be shared: each prompt once, each trace once, and once at each
+    of its cuts the suffix and the answer; the last token does not count, for nothing follows it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._sampled: set[int] = set()  # hashes of prompts
-        self._forked: set[int] = set()
+    engine: Engine
+    desk: TraceDesk
+    settings: SamplingSettings
+    fmt: TokenFormat | None
+    suffix_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Callable[[], AnswerStop] | None
 
-    def sampled(self, request: TraceRequest, tokens: int) -> None:
-        """Takes a trace that was sampled in so many tokens."""
-        prompt = _new(request.prompt_ids, self._sampled)
-        self._engine.sample_counts.unique += prompt + tokens - 1
+    def __post_init__(self) -> None:
+        self._prompts: set[tuple[bool, int]] = set()  # forked or sampled, hashes
 
-    def forked(
-        self, fork: ForkRequest, suffix_ids: Sequence[int], answers: Sequence[ForkedAnswer]
+    @abstractmethod
+    def run(self) -> None:
+        """See `Engine.sample_and_fork`."""
+
+    def count_sampled(self, request: TraceRequest, tokens: int) -> None:
+        """Counts a trace that was sampled in so many tokens."""
+        self.engine.sample_counts.unique += self._new(request.prompt_ids, False) + tokens - 1
+
+    def to_fork(self, request: TraceRequest, trace: Sampled) -> ForkRequest | None:
+        """Hands in a sampled trace; what is to be forked off it, or None, and then it is done."""
+        if not (cuts := self.desk.sampled(request, trace)):
+            self.desk.done(request, trace, [])
+            return None
+        return ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
+
+    def done(
+        self,
+        request: TraceRequest,
+        trace: Sampled,
+        fork: ForkRequest,
+        answers: Sequence[ForkedAnswer],
     ) -> None:
-        """Takes the answers that were forked off a trace."""
+        """Hands in the answers that were forked off a trace, and counts them."""
         fed = {
             cut: len(answer.ids) - (answer.ended != "eos")
             for cut, answer in zip(fork.cuts, answers, strict=True)
         }
-        forks = sum(len(suffix_ids) + tokens for tokens in fed.values())
-        prompt = _new(fork.prompt_ids, self._forked)
-        self._engine.counts.unique += prompt + len(fork.trace_ids) + forks
+        forks = sum(len(self.suffix_ids) + tokens for tokens in fed.values())
+        prompt = self._new(fork.prompt_ids, True)
+        self.engine.counts.unique += prompt + len(fork.trace_ids) + forks
+        self.desk.done(request, trace, answers)
 
-
-def _new(prompt_ids: Sequence[int], seen: set[int]) -> int:
-    """How many tokens of a prompt are new: all or none."""
-    prompt, before = hash(tuple(prompt_ids)), len(seen)
-    seen.add(prompt)
-    return len(prompt_ids) if len(seen) > before else 0
-
-
-def to_fork(desk: TraceDesk, request: TraceRequest, trace: Sampled) -> ForkRequest | None:
-    """Hands in a sampled trace; what is to be forked off it, or None, and then it is done."""
-    if not (cuts := desk.sampled(request, trace)):
-        desk.done(request, trace, [])
-        return None
-    return ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
+    def _new(self, prompt_ids: Sequence[int], forked: bool) -> int:
+        """How many tokens of a prompt are new: all or none."""
+        before = len(self._prompts)
+        self._prompts.add((forked, hash(tuple(prompt_ids))))
+        return len(prompt_ids) if len(self._prompts) > before else 0
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

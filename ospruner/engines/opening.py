@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,41 +23,31 @@ from .interface import Engine
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ENGINES", "EngineOptions", "open_engine"]
+_A_BASE = "; give the folder or Hub id of a reasoning model"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which base an engine runs, and how.
+    """Which base an engine runs, and how; which engines look at what, see `_ONLY`."""
 
-    Attributes:
-        base: the base's folder or Hub id; for "openai" also the model's name at the endpoints.
-        revision: of a Hub id.
-        batch_size: rows, or requests, that are worked on at once; None for the engine's default.
-        dtype: such as "float32", "bfloat16". Only of "transformers" and "vllm". "auto" is the
-            base's own, but for "transformers" on a CPU: there it is float32, which gives the same
-            in any batch; "bfloat16" is several times as fast where the CPU has units for it.
-        device: such as "cpu", "cuda"; None for the best there is. Only of "transformers".
-        urls: endpoints, of "openai" and "sglang".
-        arguments: further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
-    """
-
-    base: str
-    revision: str | None = None
-    batch_size: int | None = None
+    base: str  # its folder or Hub id; for "openai" also the model's name at the endpoints
+    revision: str | None = None  # of a Hub id
+    batch_size: int | None = None  # rows, or requests, at once; None for the engine's default
+    # Such as "float32", "bfloat16". "auto" is the base's own, but for "transformers" on a CPU:
+    # there it is float32, which gives the same in any batch; "bfloat16" is several times as fast
+    # where the CPU has units for it.
     dtype: str = "auto"
-    device: str | None = None
-    urls: tuple[str, ...] = ()
+    device: str | None = None  # such as "cpu", "cuda"; None for the best there is
+    urls: tuple[str, ...] = ()  # endpoints
+    # Further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_arguments(texts: Sequence[str], what: str) -> dict[str, Any]:
     """Arguments as the command line gives them: `tensor_parallel_size=2`.
 
-    Args:
-        texts: each a name and a value. A value that reads as JSON (a number, true, a list...) is
-            that; any other is text.
-        what: what errors call one, such as "engine argument".
+    A value that reads as JSON (a number, true, a list...) is that; any other is text. Errors call
+    one `what`, such as "engine argument".
 
     Raises:
         ValueError: one has no name or no value, or a name comes twice.
@@ -85,14 +76,9 @@ def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenize
         FileNotFoundError: there is no such folder.
     """
     check_place("base", base)
-    try:
+    with _told(f"base is {base!r}, of which no tokenizer can be loaded", _A_BASE):
         refuse_no_tokenizer(base, {"revision": revision})
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"base is {base!r}, of which no tokenizer can be loaded ({_first_line(error)}); give "
-            "the folder or Hub id of a reasoning model"
-        ) from error
     return tokenizer
 
 
@@ -104,13 +90,8 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
         FileNotFoundError: there is no such folder.
     """
     check_place("base", base)
-    try:
+    with _told(f"base is {base!r}, which cannot be loaded", _A_BASE):
         file = cached_file(base, "config.json", revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"base is {base!r}, which cannot be loaded ({_first_line(error)}); give the folder or "
-            "Hub id of a reasoning model"
-        ) from error
     config: dict[str, Any] = json.loads(Path(str(file)).read_text("utf-8"))
     if config.get("model_type") == "ospruner":
         raise ValueError(
@@ -123,8 +104,7 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
 def default_engine(device: str | None = None) -> tuple[str, str]:
     """The engine to label with where none is named, and why.
 
-    Args:
-        device: where the user wants to compute; None leaves it open.
+    Where the user wants to compute on a `device`, it is the one that can.
     """
     import torch
 
@@ -138,12 +118,7 @@ def default_engine(device: str | None = None) -> tuple[str, str]:
 
 
 def open_engine(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
-    """Opens an engine.
-
-    Args:
-        name: one of `ENGINES`.
-        tokenizer: the base's.
-        options: which base, and how it is run.
+    """Opens one of `ENGINES`, with the base's tokenizer.
 
     Raises:
         ValueError: an unknown engine, or a base or option that it cannot take.
@@ -177,15 +152,11 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
         )
     on_cpu = place.type == "cpu" and "device_map" not in loading
     dtype = "float32" if options.dtype == "auto" and on_cpu else options.dtype
-    try:
+    given = f" with {loading}" if loading else ""
+    with _told(f"base is {options.base!r}, which cannot be loaded{given}"):
         model = AutoModelForCausalLM.from_pretrained(
             options.base, revision=options.revision, dtype=dtype, **loading
         )
-    except (OSError, ValueError, TypeError) as error:
-        given = f" with {loading}" if loading else ""
-        raise ValueError(
-            f"base is {options.base!r}, which cannot be loaded{given} ({_first_line(error)})"
-        ) from error
     if "device_map" not in loading:
         torch.nn.Module.to(model, place)
     if options.batch_size is not None:
@@ -194,10 +165,7 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device to use.
-
-    Args:
-        name: such as "cpu", "cuda"; None for the best there is.
+    """The device of a name, such as "cpu", "cuda"; None for the best there is.
 
     Raises:
         ValueError: it is not here.
@@ -206,25 +174,22 @@ def device_named(name: str | None) -> torch.device:
 
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    advice = "; leave it out, or give cpu, or cuda where there is a GPU"
+    with _told(f"device is {name!r}, which is not here", advice):
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device is {name!r}, which is not here ({_first_line(error)}); leave it out, or give "
-            "cpu, or cuda where there is a GPU"
-        ) from error
     return device
 
 
-def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
-    from .vllm import VLLMEngine
+def _open_server(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    """One that works on so many requests at once."""
+    more = {"revision": options.revision, **options.arguments}
+    if options.batch_size is not None:
+        more["concurrency"] = options.batch_size
+    if name == "vllm":
+        from .vllm import VLLMEngine
 
-    more = {"revision": options.revision, "dtype": options.dtype, **_with_size(options)}
-    return VLLMEngine(options.base, tokenizer, **more)
-
-
-def _open_http(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+        return VLLMEngine(options.base, tokenizer, **{"dtype": options.dtype, **more})
     from .http import HTTPEngine, OpenAIEngine, SGLangEngine
 
     kind = OpenAIEngine if name == "openai" else SGLangEngine
@@ -235,15 +200,12 @@ def _open_http(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOpt
             f"engine arguments {unknown}: the {name} engine takes {sorted(known)}; what the server "
             "itself takes is given where it starts"
         )
-    more = {"revision": options.revision, **_with_size(options)}
     return kind(options.base, tokenizer, options.urls, **more)
 
 
 ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] = {
     "transformers": _open_transformers,
-    "vllm": _open_vllm,
-    "sglang": partial(_open_http, "sglang"),
-    "openai": partial(_open_http, "openai"),
+    **{name: partial(_open_server, name) for name in ("vllm", "sglang", "openai")},
 }
 """What opens each engine."""
 _ONLY = {
@@ -253,10 +215,11 @@ _ONLY = {
 }
 
 
-def _with_size(options: EngineOptions) -> dict[str, Any]:
-    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
-    return {**options.arguments, **size}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+@contextmanager
+def _told(what: str, advice: str = "") -> Iterator[None]:
+    """Says what a library's error means here."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+        line = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(f"{what} ({line}){advice}") from error

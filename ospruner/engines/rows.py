@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -21,13 +22,7 @@ from .interface import (
 
 
 class SamplingRow:
-    """One trace being sampled.
-
-    Args:
-        request: which.
-        seed: of all draws.
-        fmt: where its thinking ends.
-    """
+    """One trace being sampled; `fmt` says where its thinking ends."""
 
     def __init__(self, request: TraceRequest, seed: int, fmt: TokenFormat) -> None:
         self.request = request
@@ -72,28 +67,17 @@ class SamplingRow:
         return Sampled(trace, answer, "cap" if self._capped else "natural", marker)
 
 
+@dataclass
 class Branch:
-    """One fork: the answer so far.
+    """One fork: the answer so far."""
 
-    Attributes:
-        kept: the text before the answer: prompt, thinking up to the cut, suffix.
-        options: as in `ForkRequest`.
-        ids: the answer's tokens.
-        answer: the whole, once it is complete.
+    kept: Sequence[int]  # the text before the answer: prompt, thinking up to the cut, suffix
+    options: Sequence[int]  # as in `ForkRequest`
+    stop: InitVar[Callable[[], AnswerStop] | None]  # makes the rule that completes the answer
+    ids: list[int] = field(default_factory=list)
+    answer: ForkedAnswer | None = None  # the whole, once it is complete
 
-    Args:
-        kept: see above.
-        options: see above.
-        stop: makes the rule that completes the answer.
-    """
-
-    def __init__(
-        self, kept: Sequence[int], options: Sequence[int], stop: Callable[[], AnswerStop] | None
-    ) -> None:
-        self.kept = kept
-        self.options = options
-        self.ids: list[int] = []
-        self.answer: ForkedAnswer | None = None
+    def __post_init__(self, stop: Callable[[], AnswerStop] | None) -> None:
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._rule = stop() if stop is not None else None

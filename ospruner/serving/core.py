@@ -38,8 +38,6 @@ from ospruner.formats import guess
 from .drift import Unpruned
 from .requests import StopRequest
 
-__all__ = ["GRAMMAR", "RowCore", "ServedRow", "log_off", "promise_of"]
-
 logger = logging.getLogger(__name__)
 
 GRAMMAR = "a grammar"
@@ -50,17 +48,7 @@ PROMISED = ("max_loss", "confidence", "disagreement")
 
 @dataclass(eq=False)
 class ServedRow:
-    """A request that the policy may stop, after a prompt without padding.
-
-    Attributes:
-        row: decides.
-        taken: tokens of prompt and text that `row` has taken in.
-        complete: whether its answer is, by a token that does not end a text.
-        counted: whether the end of its thinking has been told.
-        told: of its record's answer, how many tokens and rethinks have been told.
-        said: what the policy has said at step ends, by `taken`.
-        asked: whether somebody wants its answer now.
-    """
+    """A request that the policy may stop, after a prompt without padding; its `row` decides."""
 
     plan: RowPlan  # as in generate
     prompt_ids: InitVar[Sequence[int]]
@@ -74,16 +62,17 @@ class ServedRow:
     unpruned: Unpruned | None = None  # of a control request that would stop by one
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
-        self.said: dict[int, Said] = {}
-        self.counted = self.asked = False
-        self.told = (0, 0)
+        self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
+        self.counted = False  # whether the end of its thinking has been told
+        self.asked = False  # whether somebody wants its answer now
+        self.told = (0, 0)  # tokens and rethinks of its record's answer that have been told
         self._answers_at: int | None = None  # as many as were taken when somebody was heard
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.row = StopRow(self.plan, prompt_ids, self.sample_index)
-        self.taken = len(prompt_ids)
-        self.complete = False
+        self.taken = len(prompt_ids)  # tokens of prompt and text that `row` has taken in
+        self.complete = False  # whether its answer is, by a token that does not end a text
         if self.unpruned is not None:
             self.unpruned = Unpruned(list(prompt_ids))
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Drift", "Unpruned", "answers_differ"]
-
 _EXCESSES = np.array([0.02, 0.05, 0.1, 0.2])  # of the share that differ, which the bets look for
 
 
@@ -26,18 +24,7 @@ class Drift:
     over `_EXCESSES` and over the starts, of which s has the weight 1 / (s (s + 1)): under the null
     a supermartingale from 1. Whatever the number of answers, and whenever one looks, it reaches
     1 / level with probability `level` at most (Ville 1939). Starts at any time are why what was in
-    order for long does not hide a drift.
-
-    Args:
-        allowed: the share of the null, in (0, 1).
-        level: the chance of a false alarm, ever.
-        streams: how many streams are followed side by side, each by itself.
-
-    Attributes:
-        seen: answers compared.
-        differed: (C,) how many of them differed.
-        evidence: (C,) see above.
-        highest: (C,) the highest evidence so far.
+    order for long does not hide a drift. Streams are followed side by side, each by itself.
 
     Raises:
         ValueError: `allowed` or `level` is no number between 0 and 1.
@@ -47,11 +34,12 @@ class Drift:
         for name, value in (("allowed", allowed), ("level", level)):
             if not 0 < value < 1:
                 raise ValueError(f"{name} is {value}; it must lie between 0 and 1")
-        self.allowed, self.level, self.seen = allowed, level, 0
+        self.allowed, self.level = allowed, level
+        self.seen = 0  # answers compared
         self._bets = np.minimum(_EXCESSES / (1 - allowed), 1) / allowed
         self._capital = np.zeros((streams, len(self._bets)))
-        self.differed = np.zeros(streams, int)
-        self.evidence = self.highest = np.ones(streams)
+        self.differed = np.zeros(streams, int)  # how many of them did, (C,)
+        self.evidence = self.highest = np.ones(streams)  # (C,), and the highest so far
 
     @property
     def alarmed(self) -> npt.NDArray[np.bool_]:
@@ -71,19 +59,12 @@ class Drift:
 
 @dataclass
 class Unpruned:
-    """The text of a control request, and where the policy would have stopped it.
-
-    Attributes:
-        prompt_ids: its prompt.
-        text_ids: what was generated so far.
-        answer_ids: of that the forced answer, after what was forced.
-        stop: text tokens before the first stop; None where the policy would not have stopped.
-    """
+    """The text of a control request, and where the policy would have stopped it."""
 
     prompt_ids: list[int]
-    text_ids: list[int] = field(default_factory=list)
-    answer_ids: list[int] = field(default_factory=list)
-    stop: int | None = None
+    text_ids: list[int] = field(default_factory=list)  # what was generated so far
+    answer_ids: list[int] = field(default_factory=list)  # of that what follows what was forced
+    stop: int | None = None  # text tokens before the first stop, if there is one
 
 
 def answers_differ(one: str, other: str) -> bool:

@@ -19,24 +19,6 @@ from modeling_ospruner.configuration_ospruner import (
 )
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
-__all__ = [
-    "CONTROL",
-    "DEFAULTS",
-    "DIAL",
-    "EFFORTS",
-    "ID",
-    "KEYS",
-    "MAX_LOSS",
-    "OF_SERVERS",
-    "ON",
-    "PRICE",
-    "StopRequest",
-    "check_measured",
-    "misplaced",
-    "said_in",
-    "translated",
-]
-
 DEFAULTS = "ospruner"
 """The key of vLLM's `--additional-config` under which a server's defaults stand."""
 
@@ -132,7 +114,11 @@ def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
 
 
 def translated(
-    body: Mapping[str, Any], place: str, own: str, defaults: StopRequest, config: OSPrunerConfig
+    body: Mapping[str, Any],  # what was sent over HTTP, as JSON
+    place: str,  # where the keys stand in it, by a dotted name
+    own: str,  # the budget that the engine reads itself there, likewise; it stays
+    defaults: StopRequest,  # the server's, settled
+    config: OSPrunerConfig,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What a body says of effort and of budgets, in others' dialects, as keys of the policy.
 
@@ -140,13 +126,6 @@ def translated(
     ends a thinking that the chat template has left on with its first step. A budget stays a cap;
     one below what the policy spends in the mean also brings a bolder setting of that table. What
     the request's keys say goes before both.
-
-    Args:
-        body: what was sent over HTTP, as JSON.
-        place: where the keys stand in it, by a dotted name.
-        own: the budget that the engine reads itself there, likewise; it stays.
-        defaults: the server's, settled.
-        config: the policy's.
 
     Returns:
         The body without those budgets that the engine would not know, and the request's keys with
@@ -231,26 +210,16 @@ def _without(body: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
 class StopRequest:
     """One request's keys, or a server's defaults.
 
-    Args:
-        extra: the request's extra arguments; what others read from them is left alone.
-        owner: what the keys belong to, for messages.
-        server: whether they are a server's defaults.
-
-    Attributes:
-        on: whether the policy stops the request; None where it does not say. A server that does
-            not say stops.
-        fields: of `StopPolicyConfig`, those given.
-        name: under which its record can be read; None for no record.
-        control: the share of requests that never stop, to measure savings against.
-        efforts: of settled defaults, by a client's effort the setting that it asks for.
-
     Raises:
         ValueError: a value is wrong, a key that begins like ours is unknown, or a word of
             ours stands without its prefix.
     """
 
     def __init__(
-        self, extra: Mapping[str, Any] | None, owner: str = "vllm_xargs", server: bool = False
+        self,
+        extra: Mapping[str, Any] | None,  # what others read from these is left alone
+        owner: str = "vllm_xargs",  # what the keys belong to, for messages
+        server: bool = False,  # whether they are a server's defaults
     ) -> None:
         given, self._owner = extra or {}, owner
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
@@ -264,10 +233,11 @@ class StopRequest:
             raise ValueError(f"{owner}: {k} is written {bare[k]} here: send {bare[k]}")
         if unknown := [k for k in given if k not in known and any(one.match(k) for one in like)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
+        # Those of `StopPolicyConfig` that were given.
         self.fields: dict[str, Any] = {KEYS[k]: given[k] for k in keys if k in given}
         if "stop_answer_sample" in given:
             self.fields["answer_do_sample"] = self._flag(given, "stop_answer_sample")
-        self.name: str | None = given.get(ID)
+        self.name: str | None = given.get(ID)  # under which its record can be read, if any
         if self.name is not None and not (
             isinstance(self.name, str)
             and 0 < len(self.name) <= _MOST_ID_CHARACTERS
@@ -277,12 +247,14 @@ class StopRequest:
                 f"{owner}: {ID} is {shown(self.name)}; it must be a text of 1 to "
                 f"{_MOST_ID_CHARACTERS} printable characters"
             )
-        self.control: float = given.get(CONTROL, 0.0)
+        self.control: float = given.get(CONTROL, 0.0)  # share of requests that never stop
         check_number(owner, CONTROL, self.control, 0, 1)
+        # Of settled defaults, by a client's effort the setting that it asks for.
         self.efforts: dict[str, dict[str, Any]] = {}
         self._dial: dict[str, float] | None = given.get(DIAL)
         if not isinstance(self._dial, dict | None):
             raise TypeError(f"{owner}: {DIAL} is {shown(self._dial)}; it must be a dict")
+        # Whether the policy stops the request; None where it does not say. A server stops then.
         self.on = (bool(self.fields) or server or None) if said is None else said
         mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
         if mode is not None:  # also where a threshold alone says it

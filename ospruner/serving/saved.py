@@ -7,8 +7,6 @@ import re
 import urllib.request
 from collections import defaultdict
 
-__all__ = ["saved_by"]
-
 _SERIES = re.compile(
     r'^ospruner_thinking_(ended|tokens|squares)_total{group="(\w+)",reason="(\w+)"} (\S+)$', re.M
 )

@@ -14,8 +14,6 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
-__all__ = ["SGLANG", "VLLM", "ServingEngine", "register_sglang", "register_vllm"]
-
 
 @dataclass(frozen=True)
 class ServingEngine:

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-__all__ = ["bin_of", "distribution", "observed"]
-
 _TENTHS = np.arange(1, 10) / 10
 
 

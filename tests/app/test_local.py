@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.app import local
-from ospruner.app.columns import AppColumn, Question
-from ospruner.app.local import LocalSource
+from ospruner.app import columns
+from ospruner.app.columns import AppColumn, LocalSource, Question
 from ospruner.app.web import open_source, shown
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
@@ -91,7 +90,7 @@ def test_a_budget_stops_the_pruned_column_and_the_page_shows_both(source: LocalS
 def test_columns_grow_and_closing_ends_them(
     source: LocalSource, model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "FRAME_SECONDS", 0.0)
+    monkeypatch.setattr(columns, "FRAME_SECONDS", 0.0)
     never, forwards = asked(NEVER, max_tokens=90), list[None]()
     handle = model.base.register_forward_hook(lambda *_: forwards.append(None))
     before = threading.active_count()

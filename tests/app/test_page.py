@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ospruner.app.columns import Columns, Question
-from ospruner.app.local import LocalSource
+from ospruner.app.columns import Columns, LocalSource, Question
 from ospruner.app.web import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner

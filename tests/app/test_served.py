@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ospruner.app.columns import Question
-from ospruner.app.served import ServedSource
+from ospruner.app.columns import Question, ServedSource
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 

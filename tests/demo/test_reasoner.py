@@ -10,7 +10,7 @@ import pytest
 
 from ospruner.demo.fallible_reasoner import BACKWARDS, RECHECKS
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
-from ospruner.engines import ForkRequest
+from ospruner.engines.interface import ForkRequest
 from ospruner.eval.problems.task import Math
 
 GATES = {

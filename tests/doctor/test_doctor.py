@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
-from ospruner.doctor.examination import examine, unmet
-from ospruner.doctor.findings import Diagnosis
+from ospruner.doctor.examination import Diagnosis, examine, unmet
 from ospruner.engines.opening import load_tokenizer
 from ospruner.formats import HARMONY
 from ospruner.train.labels.label import read_format

@@ -8,10 +8,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from ospruner.engines.asking import Ask, Reply, Server, ServerDownError
-from ospruner.engines.calling import AskingEngine
-from ospruner.engines.interface import EnginesDownError, Sampled, TraceRequest
+from ospruner.engines.calling import Ask, AskingEngine, Reply, Server, ServerDownError
+from ospruner.engines.interface import (
+    EnginesDownError,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TraceRequest,
+)
 
 SUFFIX = [3]
 
@@ -41,9 +46,6 @@ class Fake(AskingEngine):
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
         yield [_FakeServer(self, number) for number in range(3)]
-
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Nothing to do."""
 
 
 class Desk:
@@ -84,7 +86,7 @@ class _FakeServer:
             await asyncio.sleep(0)
         self.inside -= 1
         if self.asked >= engine.dies_at.get(self.number, 10**9):
-            raise ServerDownError(f"s{self.number}", "it is dead")
+            raise ServerDownError(f"s{self.number}: it is dead")
         if trace in engine.refused:
             raise ValueError(trace)
         if place == engine.breaks_at:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.engines.http import HTTPEngine, OpenAIEngine, SGLangEngine
-from ospruner.engines.interface import EnginesDownError
+from ospruner.engines.interface import EnginesDownError, ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import MissingPackageError
 from ospruner.progress import Progress, silent

@@ -7,8 +7,8 @@ import pytest
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines import Engine, Sampled
 from ospruner.engines.http import OpenAIEngine, SGLangEngine
+from ospruner.engines.interface import Engine, Sampled
 
 from .conftest import GREEDY, Traces
 from .local_server import LocalServer

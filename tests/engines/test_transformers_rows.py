@@ -17,11 +17,11 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ospruner.engines import SamplingSettings, TransformersEngine
-from ospruner.engines.interface import TokenCount
+from ospruner.engines.interface import SamplingSettings, TokenCount
 from ospruner.engines.transformers import batch, choosing, memory
 from ospruner.engines.transformers.batch import RowBatch, SlotLayer, fast_attention, joined, padded
 from ospruner.engines.transformers.choosing import choose
+from ospruner.engines.transformers.engine import TransformersEngine
 
 from .conftest import ARCHITECTURES, make_base
 

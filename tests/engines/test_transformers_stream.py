@@ -7,9 +7,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
-from ospruner.engines import Engine, ForkedAnswer, ForkRequest, Sampled, TransformersEngine
-from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.interface import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    TraceDesk,
+    TraceRequest,
+)
 from ospruner.engines.transformers import memory
+from ospruner.engines.transformers.engine import TransformersEngine
 
 from .conftest import SETTINGS, make_base, prompts
 

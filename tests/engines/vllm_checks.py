@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines import ForkRequest, SamplingSettings
+from ospruner.engines.interface import ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
 from ospruner.formats import DEEPSEEK_R1
 

@@ -207,12 +207,12 @@ def test_continuous_batching(model: OSPrunerForCausalLM) -> None:
 def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
     layers = len(reasoner.model.model.layers)
     with pytest.raises(ValueError, match="cannot copy a row of a Cache: leave cache_implementatio"):
-        fork_row(Cache(layers=[DynamicLayer()] * layers), 0, reasoner.model.config)
+        fork_row(Cache(layers=[DynamicLayer()] * layers), 0)
     indexed = DynamicCache(config=reasoner.model.config)
     indexed.layers[1] = DynamicIndexedLayer()
     message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
     with pytest.raises(ValueError, match=message):
-        fork_row(indexed, 0, reasoner.model.config)
+        fork_row(indexed, 0)
 
 
 def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(

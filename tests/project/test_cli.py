@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ospruner.cli import app, commands
 from ospruner.cli.fields import Fields, LazyGroup, fields_of, whole_commands, with_fields
-from ospruner.doctor.findings import Diagnosis, Finding
+from ospruner.doctor.examination import Diagnosis, Finding
 from ospruner.progress import PhaseBars
 
 

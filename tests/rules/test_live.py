@@ -152,31 +152,20 @@ def answer_by_whole_passes(
 
 SLOW = ("qwen3_next", "gemma3_text")  # as gpt_oss and falcon_h1 here
 CASES = [
-    pytest.param(family, cache, marks=[pytest.mark.slow] if family in SLOW else [])
-    for family in FAMILIES
-    for cache in (None, "static")
-    if cache is None
-    or "layer_types" not in FAMILIES[family]
-    or "sliding_window" in FAMILIES[family]
-    if (family, cache) != ("falcon_h1", "static")
+    pytest.param(family, marks=[pytest.mark.slow] if family in SLOW else []) for family in FAMILIES
 ]
 
 
-@pytest.mark.parametrize(("family", "cache"), CASES)
+@pytest.mark.parametrize("family", CASES)
 def test_rows_go_on_bitwise_and_trial_answers_are_right(
-    tiny_tokenizer: PreTrainedTokenizerFast, family: str, cache: str | None
+    tiny_tokenizer: PreTrainedTokenizerFast, family: str
 ) -> None:
     """Cache, random state and texts are what they are without trial answers."""
     base = make_base(family, tiny_tokenizer)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
     inputs = padded_prompts(tiny_tokenizer)
     assert (inputs["attention_mask"] == 0).any()
-    how = {
-        **SAMPLED,
-        "max_new_tokens": NEW_TOKENS,
-        "return_dict_in_generate": True,
-        **({"cache_implementation": cache} if cache else {}),
-    }
+    how = {**SAMPLED, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     torch.manual_seed(5)
     plain = base.generate(**inputs, disable_compile=True, **how)
     plain_state = torch.get_rng_state()

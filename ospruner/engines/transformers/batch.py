@@ -30,26 +30,15 @@ _MASK_NUMBERS = 2**24  # of a pass of several tokens: longer texts take several 
 
 def _grouped_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: torch.Tensor,  # (B, Hq, S, D)
+    key: torch.Tensor,  # (B, Hkv, L, D)
+    value: torch.Tensor,  # (B, Hkv, L, D)
+    attention_mask: torch.Tensor | None,  # additive, (B, 1, S, L)
     dropout: float = 0.0,
-    scaling: float | None = None,
+    scaling: float | None = None,  # factor on the scores; 1/sqrt(D) by default
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' sdpa attention, but masked query heads share their keys and values.
-
-    Args:
-        module: the attention layer.
-        query: (B, Hq, S, D).
-        key: (B, Hkv, L, D).
-        value: (B, Hkv, L, D).
-        attention_mask: additive, (B, 1, S, L).
-        dropout: share of weights dropped.
-        scaling: factor on the scores; 1/sqrt(D) by default.
-        kwargs: for transformers' sdpa attention.
-    """
+    """As transformers' sdpa attention, but masked query heads share their keys and values."""
     B, Hq, S, D = query.shape
     Hkv = key.shape[1]
     many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
@@ -130,9 +119,7 @@ class SlotLayer(DynamicLayer):
     ) -> SlotLayer:
         """A layer of rows of others, all of which end in its last column.
 
-        Args:
-            pieces: layers, which of their rows (a row may come several times) and columns.
-            columns: of the new layer.
+        Pieces are layers, which of their rows (a row may come several times) and columns.
         """
         layer = copy.copy(pieces[0][0])
         layer.buffers = []
@@ -160,13 +147,7 @@ def _room(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 class RowBatch:
-    """Rows that decode side by side.
-
-    Args:
-        model: a causal LM.
-        count: where tokens are counted.
-        packed: all its layers are slots, and it takes any mask.
-    """
+    """Rows that decode side by side; `packed` where all layers are slots, and take any mask."""
 
     def __init__(self, model: PreTrainedModel, count: TokenCount, packed: bool) -> None:
         self.model = model
@@ -241,9 +222,8 @@ class RowBatch:
 def joined(parts: Sequence[tuple[RowBatch, Sequence[int], Sequence[int] | None]]) -> RowBatch:
     """A batch of rows of packed batches, all of which end in the same column.
 
-    Args:
-        parts: batches, which of their rows (a row may come several times), and for each row the
-            column before which it is copied, or None for all.
+    Each part is a batch, which of its rows (a row may come several times), and for each row the
+    column before which it is copied, or None for all.
     """
     pieces: list[tuple[Any, torch.Tensor, slice]] = []
     seen = []

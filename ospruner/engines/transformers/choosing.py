@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from ospruner.bases import input_device
-from ospruner.logits import greedy
 
 from ..interface import SamplingSettings, TokenCount
 
@@ -76,45 +75,11 @@ def run_alone(model: PreTrainedModel, token_ids: Sequence[int], count: TokenCoun
     return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
-def greedy_alone(
-    model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount
-) -> tuple[int, float]:
-    """The most likely token after a text that runs by itself, and its log-probability."""
-    token, logprob = greedy(run_alone(model, token_ids, count))
-    return int(token), float(logprob)
-
-
-def option_scores(
-    model: PreTrainedModel,
-    logits: torch.Tensor,
-    options: Sequence[int],
-    token_ids: Sequence[int],
-    noise: float,
-    count: TokenCount,
-) -> list[float]:
-    """The logits of options after a text; of the text run alone where noise could turn the best.
-
-    Args:
-        model: runs the text alone.
-        logits: (V,), of a batch.
-        options: token ids.
-        token_ids: the text.
-        noise: of the logits, relative to the largest; see `batch_noise`.
-        count: where tokens are counted.
-    """
-    scores = logits[list(options)].float()
-    best = scores.topk(2).values
-    if noise and best[0] - best[1] < 2 * noise * _largest(logits):
-        scores = run_alone(model, token_ids, count)[0, list(options)].float()
-    found: list[float] = scores.tolist()
-    return found
-
-
-def is_close(logits: torch.Tensor, noise: float) -> torch.Tensor:
-    """Whether a batch's noise could turn the most likely token of logits (..., V): (...)."""
+def is_close(logits: torch.Tensor, noise: float, among: Sequence[int] = ()) -> torch.Tensor:
+    """Whether noise could turn the most likely token of logits (..., V), or of some: (...)."""
     if not noise:
         return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    best = logits.topk(2, dim=-1).values
+    best = (logits[..., list(among)] if among else logits).topk(2, dim=-1).values
     return best[..., 0] - best[..., 1] < 2 * noise * _largest(logits)
 
 
@@ -125,6 +90,10 @@ def choose(
 
     Temperature, then top-k, then top-p, as transformers orders them; the nucleus is the smallest
     set of most likely tokens whose mass reaches `top_p`.
+
+    Where logs move by up to e, the odds s / (1 - s) of a share s move by a factor of exp(2 e) at
+    most. To move the draw and `top_p` by that in their place, both down or both up, finds the first
+    and the last token that could be chosen.
 
     Args:
         logits: (B, V).
@@ -138,34 +107,38 @@ def choose(
     if settings.temperature == 0:
         return logits.argmax(-1), is_close(logits, noise)
     scaled = logits.float() / settings.temperature
-    largest = _largest(scaled) if noise else scaled.new_zeros(len(scaled))
-    error = noise * largest[:, None]  # (B, 1), of logs
     probabilities = torch.softmax(scaled, dim=-1)  # (B, V)
     vocabulary = probabilities.shape[-1]
+    sides = torch.tensor([0.0, -1.0, 1.0] if noise else [0.0], dtype=torch.float64)
+    sides = sides.to(logits.device)
+    error = noise * _largest(scaled)[:, None]  # (B, 1), of logs
+    factors = torch.exp(2 * error * sides)  # (B, 3)
+    rounding = 8 * torch.finfo(torch.float32).eps * sides
+
+    def moved(shares: torch.Tensor | float) -> torch.Tensor:
+        return shares * factors / (1 + shares * (factors - 1)) + rounding
+
+    targets, top_p = moved(draws.to(logits.device)[:, None]), moved(settings.top_p)
+    top_p = top_p.masked_fill(top_p >= 1, torch.inf)
     if settings.top_k == 0 and settings.top_p == 1:
-        index, close = _invert(probabilities, draws, error)
-        return index[:, 0], close
+        index = _invert(probabilities, targets, top_p)
+        return index[:, 0], (index != index[:, :1]).any(-1)
     kept = min(settings.top_k or _FEW, vocabulary)
-    values, ids = probabilities.topk(min(kept + 1, vocabulary), dim=-1)  # descending
-    ranked = values  # with the first that is not kept: it may be as likely as the last that is
-    values = values[:, :kept]
+    # Descending, with the first that is not kept: it may be as likely as the last that is.
+    values, ids = probabilities.topk(min(kept + 1, vocabulary), dim=-1)
+    weights = values[:, :kept]
     if settings.top_k:
-        values = values / values.sum(-1, keepdim=True)
-    elif kept < vocabulary and bool((values.sum(-1) < settings.top_p + error[:, 0]).any()):
+        weights = weights / weights.sum(-1, keepdim=True)
+    elif kept < vocabulary and bool((weights.sum(-1, keepdim=True) < top_p).any()):
         values, ids = probabilities.sort(dim=-1, descending=True)
-        ranked = values
-    before = values.cumsum(-1) - values
-    inside = values.masked_fill(before >= settings.top_p, 0.0)
-    if not noise:
-        index, close = _invert(inside, draws, error)
-        return ids.gather(-1, index)[:, 0], close
-    # Tokens at the nucleus' edge may fall in or out, and move all shares by theirs.
-    edge = ((before - settings.top_p).abs() < _moved(before, error)) & (settings.top_p < 1)
-    index, close = _invert(inside, draws, error, values.masked_fill(~edge, 0.0).sum(-1))
-    logs = torch.nn.functional.pad(ranked.log(), (1, 1), value=torch.inf)
-    around = [logs.gather(-1, index + place) for place in range(3)]  # the chosen's neighbours
-    tied = torch.minimum(*((log - around[1]).abs() for log in around[::2])) < 2 * error
-    return ids.gather(-1, index)[:, 0], close | tied[:, 0]
+        weights = values
+    index = _invert(weights, targets, top_p)
+    close, index = (index != index[:, :1]).any(-1), index[:, :1]
+    if noise:  # its neighbours may take its place
+        logs = torch.nn.functional.pad(values.log(), (1, 1), value=torch.inf)
+        around = logs.gather(-1, index + torch.arange(3, device=index.device))
+        close |= ((around - around[:, 1:2]).abs()[:, ::2] < 2 * error).any(-1)
+    return ids.gather(-1, index)[:, 0], close
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
@@ -174,42 +147,10 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high)
 
 
-def _moved(shares: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """How far shares (B, V) of a distribution move where logs move by up to `error` (B, 1).
-
-    Moving all logs inside the share s up and all others down multiplies its odds s / (1 - s) by
-    exp(2 error): s moves by s (1 - s) (exp(2 error) - 1) at most. The shares themselves are
-    rounded, too.
-    """
-    return shares * (1 - shares) * torch.expm1(2 * error) + 8 * torch.finfo(torch.float32).eps
-
-
-def _invert(
-    weights: torch.Tensor,
-    draws: torch.Tensor,
-    error: torch.Tensor,
-    beside: torch.Tensor | float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the running share of the weights (B, V) passes the draw.
-
-    Args:
-        weights: of the tokens.
-        draws: uniform in [0, 1), (B,).
-        error: of the weights' logs, (B, 1).
-        beside: weight that may also join or leave, (B,).
-
-    Returns:
-        The index (B, 1), and whether the error could turn it (B,).
-    """
+def _invert(weights: torch.Tensor, draws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Where the running share of the weights (B, K) in each nucleus passes each draw: (B, n)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = draws.to(cumulative.device)[:, None] * total
-    index = torch.searchsorted(cumulative, target, right=True)
-    last = (weights > 0).int().cumsum(-1).argmax(-1, keepdim=True)  # the last index with weight
-    index = torch.minimum(index, last)
-    # Only the shares at both ends of the chosen token's can pass the draw first.
-    ends = torch.cat([index - 1, index], dim=-1).clamp(min=0)  # (B, 2)
-    shares = cumulative.gather(-1, ends) / total
-    margin = (shares - target / total).abs() - _moved(shares, error)
-    turned = margin < torch.as_tensor(beside)[..., None] / total
-    return index, turned.any(-1) & (error[:, 0] > 0)
+    inside = torch.searchsorted(cumulative - weights, top_p).clamp(min=1)
+    total = cumulative.gather(-1, inside - 1)
+    index = torch.searchsorted(cumulative, draws * total, right=True)
+    return torch.minimum(index, torch.searchsorted(cumulative, total))  # the last with weight

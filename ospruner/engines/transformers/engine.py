@@ -2,31 +2,232 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.bases import input_device
 
 from ..interface import (
-    AnswerStop,
+    Call,
     Engine,
     ForkRequest,
-    SamplingSettings,
+    Sampled,
     TokenCount,
-    TraceDesk,
+    TraceRequest,
     end_ids,
 )
-from .batch import fast_attention, takes_fast_attention, takes_slots
-from .choosing import batch_effects
-from .forks import Forks
+from ..rows import SamplingRow
+from .batch import RowBatch, fast_attention, joined, padded, takes_fast_attention, takes_slots
+from .choosing import batch_effects, batch_noise, choose, run_alone
+from .forks import TOGETHER, Forks
 from .memory import MemoryBudget
-from .stream import Stream
 
 _MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
+_REFILL_SHARE = 8  # replace finished rows once they are one in so many
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A sampled trace that is to be forked."""
+
+    request: TraceRequest
+    trace: Sampled
+    fork: ForkRequest
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and trace."""
+        return len(self.fork.prompt_ids) + len(self.fork.trace_ids)
+
+
+@dataclass
+class _Stream(Call):
+    """Samples in one batch, whose rows are replaced as they finish, until there are no more.
+
+    Between two steps of sampling finished traces are forked: once they fill `fork_tokens`, or where
+    the desk begins no other trace before.
+    """
+
+    engine: TransformersEngine
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        engine, asked = self.engine, (self.suffix_ids, self.max_new_tokens, self.stop)
+        self.model = engine.model
+        self.forks = Forks(engine.model, engine.packed, *asked, engine.eos_ids, engine.counts)
+        self.noise = batch_noise(engine.model)
+        self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
+        self.fork_added = len(self.suffix_ids) + self.max_new_tokens
+        self.waiting: TraceRequest | None = None  # for memory
+        self.finished: list[_Finished] = []
+        self.free = engine.budget.free()  # since no row was live
+        self.longest = 0  # prompt since then
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """See `Engine.sample_and_fork`."""
+        with fast_attention(self.model) if self.engine.packed else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
+        batch = self._batch()
+        rows: list[SamplingRow | None] = []
+        while True:
+            live = [slot for slot, row in enumerate(rows) if row is not None]
+            gone = len(rows) - len(live)
+            if not live:
+                batch, rows = self._batch(), []  # the memory is free
+            if not live or (self.engine.packed and gone * _REFILL_SHARE >= len(rows)):
+                kept = [rows[slot] for slot in live]
+                if new := self._refill(len(live)):
+                    fresh, logits = self._prefill(new)
+                    if live:
+                        fresh = joined([(batch, live, None), (fresh, range(len(new)), None)])
+                    batch = fresh
+                    rows = [*kept, *new]
+                    self._choose(rows, range(len(kept), len(rows)), logits)
+                    continue
+                if not live:
+                    return
+                batch, rows = batch.take(live), kept
+            elif 2 * gone >= len(rows):
+                batch, rows = batch.take(live), [rows[slot] for slot in live]
+            live = [slot for slot, row in enumerate(rows) if row is not None]
+            ids = torch.tensor([[0 if row is None else row.tokens[-1]] for row in rows])
+            real = torch.tensor([[row is not None] for row in rows])
+            self._choose(rows, live, batch.feed(ids, real)[live])
+
+    def _batch(self) -> RowBatch:
+        return RowBatch(self.model, self.engine.sample_counts, self.engine.packed)
+
+    def _prefill(self, rows: Sequence[SamplingRow]) -> tuple[RowBatch, torch.Tensor]:
+        """Runs prompts, each once; the batch, and the logits (B, V) after each."""
+        batch = self._batch()
+        prompts = [tuple(row.request.prompt_ids) for row in rows]
+        different = list(dict.fromkeys(prompts)) if self.engine.packed else prompts
+        logits = batch.feed(*padded(different))
+        if len(different) < len(prompts):
+            places = {prompt: i for i, prompt in enumerate(different)}
+            index = [places[prompt] for prompt in prompts]
+            batch, logits = batch.take(index), logits[index]
+        return batch, logits
+
+    def _choose(
+        self, rows: list[SamplingRow | None], slots: Sequence[int], logits: torch.Tensor
+    ) -> None:
+        """Draws the next token of the rows in these slots from their logits (K, V)."""
+        chosen = [row for slot in slots if (row := rows[slot]) is not None]
+        numbers = [row.draw(len(row.tokens)) >> 11 for row in chosen]
+        draws = torch.tensor(numbers, dtype=torch.float64) * 2.0**-53
+        tokens, close = (t.cpu() for t in choose(logits, draws, self.settings, self.noise))
+        for i in close.nonzero()[:, 0].tolist():
+            alone = run_alone(self.model, chosen[i].text, self.engine.sample_counts)
+            tokens[i] = choose(alone, draws[i : i + 1], self.settings)[0]
+        for slot, row, token in zip(slots, chosen, tokens.tolist(), strict=True):
+            if row.push(token, self.settings, self.engine.eos_ids):
+                rows[slot] = None
+                self.count_sampled(row.request, len(row.tokens))
+                self._finish(row.request, row.sampled(self.engine.eos_ids))
+
+    # What is begun, and what becomes of it.
+
+    def _refill(self, live: int) -> list[SamplingRow]:
+        """Rows to be sampled beside so many live ones, after forking what it is time to fork."""
+        if not live:
+            self.free, self.longest = self.engine.budget.free(), 0
+        rows: list[SamplingRow] = []
+        while True:
+            if self._enough():
+                self._fork(live)
+            rows += self._begin(live + len(rows))
+            full = live + len(rows) >= self.engine.batch_size or self.waiting is not None
+            if full or not self._fork(live + len(rows)):
+                return rows
+
+    def _enough(self) -> bool:
+        """Whether the finished traces fill a pass."""
+        tokens = sum(one.tokens for one in self.finished)
+        return tokens >= self.engine.fork_tokens or len(self.finished) >= self.engine.batch_size
+
+    def _begin(self, live: int) -> list[SamplingRow]:
+        """Begins traces beside live rows, as memory takes them; sampled ones are finished."""
+        rows: list[SamplingRow] = []
+        budget = self.engine.budget
+        while live + len(rows) < self.engine.batch_size and not self._enough():
+            request, self.waiting = self.waiting or self._asked(), None
+            if request is None:
+                break
+            if request.trace is not None:
+                self._finish(request, request.trace)
+                continue
+            longest = max(self.longest, len(request.prompt_ids))
+            if live + len(rows) >= budget.rows(longest + self.added, self.free):
+                if live or rows:
+                    self.waiting = request
+                    break
+                self.desk.failed(request, budget.refusal(longest + self.added))
+                continue
+            self.longest = longest
+            assert self.fmt is not None
+            rows.append(SamplingRow(request, self.settings.seed, self.fmt))
+        return rows
+
+    def _asked(self) -> TraceRequest | None:
+        """The desk's next trace, but those that the engine refuses."""
+        while request := self.desk.begin():
+            if request.trace is not None:
+                return request
+            length, added = len(request.prompt_ids), self.settings.max_new_tokens
+            if not self._refused(request, length, added):
+                return request
+        return None
+
+    def _finish(self, request: TraceRequest, trace: Sampled) -> None:
+        if (fork := self.to_fork(request, trace)) is not None:
+            one = _Finished(request, trace, fork)
+            if not self._refused(request, one.tokens, self.fork_added):
+                self.finished.append(one)
+
+    def _refused(self, request: TraceRequest, length: int, added: int) -> bool:
+        """Whether so many tokens more than a text has are beyond the base: the trace fails then."""
+        limit = max_positions(self.model.config)
+        if limit is None or length + added <= limit:
+            return False
+        error = ValueError(
+            f"a text of {length} tokens and {added} new ones exceed the base's {limit} "
+            "positions (max_position_embeddings): lower max_new_tokens, or shorten the text"
+        )
+        self.desk.failed(request, error)
+        return True
+
+    def _fork(self, live: int) -> bool:
+        """Forks finished traces, those that memory takes beside live rows; whether it did any.
+
+        Traces of similar length run together, and need room for themselves and for their forks.
+        """
+        budget, free = self.engine.budget, self.engine.budget.free()
+        finished, self.finished = self.finished, []
+        ready: list[_Finished] = []
+        for one in finished:
+            fits = not live or budget.rows(one.tokens + self.fork_added, free) >= 2
+            (ready if fits else self.finished).append(one)
+        done = bool(ready)
+        ready.sort(key=lambda one: one.tokens, reverse=True)
+        while ready:
+            fitting = budget.rows(ready[0].tokens + self.fork_added)
+            most = min(self.engine.fork_tokens // ready[0].tokens, self.engine.batch_size)
+            size = max(1, min(most, fitting // 2))
+            group, ready = ready[:size], ready[size:]
+            together = max(1, min(TOGETHER, fitting - size))
+            answers = self.forks.run([one.fork for one in group], together)
+            for one, own in zip(group, answers, strict=True):
+                self.done(one.request, one.trace, one.fork, own)
+        return done
 
 
 class TransformersEngine(Engine):
@@ -43,24 +244,19 @@ class TransformersEngine(Engine):
     device that holds keys and values takes. Forks take what is free beside the rows being sampled,
     and wait for these where that is nothing.
 
-    Args:
-        model: a causal LM; it is put in eval mode.
-        tokenizer: its tokenizer, for the ids that end a text.
-        batch_size: rows sampled, and traces forked, together, where memory holds so many.
-        fork_tokens: cap on rows x columns of the traces forked together.
-        memory_share: of the free memory, what keys and values may take, in (0, 1).
-
     Raises:
         ValueError: a number out of its range.
     """
 
+    calls = _Stream
+
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int = 128,
-        fork_tokens: int = 16_384,
-        memory_share: float = 0.8,
+        model: PreTrainedModel,  # a causal LM; it is put in eval mode
+        tokenizer: PreTrainedTokenizerBase,  # its own, for the ids that end a text
+        batch_size: int = 128,  # rows sampled, and traces forked, together, if memory holds them
+        fork_tokens: int = 16_384,  # cap on rows x columns of the traces forked together
+        memory_share: float = 0.8,  # of the free memory, for keys and values, in (0, 1)
     ) -> None:
         for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
             if value < 1:
@@ -79,24 +275,6 @@ class TransformersEngine(Engine):
         grouped = self.packed and takes_fast_attention(self.model)
         self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
 
-    @torch.inference_mode()
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
-
-        Between two steps of sampling finished traces are forked: once they fill `fork_tokens`, or
-        where the desk begins no other trace before.
-        """
-        with fast_attention(self.model) if self.packed else nullcontext():
-            Stream(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop).run()
-
 
 LIKELIHOOD_TOLERANCE = 0.1
 """In nats a token; bfloat16 and other kernels move a mean log-probability by a few hundredths."""
@@ -111,11 +289,7 @@ def mean_logprob(
 ) -> float:
     """The mean log-probability, in nats a token, of an answer after a text.
 
-    Args:
-        model: a causal LM.
-        token_ids: the text.
-        answer_ids: the answer; at least one token.
-        options: where the answer is one of these tokens, and its probability is among them alone.
+    Where the answer is one of the `options`, these tokens, its probability is among them alone.
     """
     ids = torch.tensor([[*token_ids, *answer_ids]], device=input_device(model))
     said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float()  # (A, V)

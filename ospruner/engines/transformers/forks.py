@@ -15,7 +15,7 @@ from ospruner.logits import greedy, top_entropy
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from ..rows import Branch
 from .batch import RowBatch, joined, padded
-from .choosing import batch_noise, greedy_alone, is_close, option_scores
+from .choosing import batch_noise, is_close, run_alone
 
 TOGETHER = 128
 """Answers that decode side by side at most: more of them only leave a processor's caches."""
@@ -24,20 +24,10 @@ _PASS_TOKENS = 2048  # of traces that run in one pass; as above
 
 @dataclass
 class Forks:
-    """Forks groups of traces.
+    """Forks groups of traces; `Engine.fork` says how."""
 
-    Attributes:
-        model: a causal LM.
-        packed: rows of its cache can be copied, see `RowBatch`.
-        suffix_ids: put after each cut.
-        max_new_tokens: cap on each answer.
-        stop: makes the rule that completes one answer.
-        eos_ids: ids that end a text.
-        count: where tokens are counted.
-    """
-
-    model: PreTrainedModel
-    packed: bool
+    model: PreTrainedModel  # a causal LM
+    packed: bool  # rows of its cache can be copied, see `RowBatch`
     suffix_ids: Sequence[int]
     max_new_tokens: int
     stop: Callable[[], AnswerStop] | None
@@ -50,12 +40,7 @@ class Forks:
     def run(
         self, forks: Sequence[ForkRequest], together: int = TOGETHER
     ) -> list[list[ForkedAnswer]]:
-        """The answers of each trace, in the order of its cuts.
-
-        Args:
-            forks: the traces, which run side by side.
-            together: answers that decode side by side.
-        """
+        """The answers of each trace, in the order of its cuts; so many decode side by side."""
         branches = []
         for fork in forks:
             text = [*fork.prompt_ids, *fork.trace_ids]
@@ -124,13 +109,14 @@ class Forks:
         close, entropies = is_close(logits, self.noise).tolist(), top_entropy(logits).tolist()
         for row, branch in enumerate(branches):
             if branch.options:
-                scores = option_scores(
-                    self.model, logits[row], branch.options, branch.kept, self.noise, self.count
-                )
+                said = logits[row]
+                if is_close(said, self.noise, branch.options):
+                    said = run_alone(self.model, branch.kept, self.count)[0]
+                scores = said[list(branch.options)].float().tolist()
                 branch.answer = ForkedAnswer.chosen(branch.options, scores)
                 continue
             token, logprob = tokens[row], logprobs[row]
             if close[row]:
-                text = [*branch.kept, *branch.ids]
-                token, logprob = greedy_alone(self.model, text, self.count)
+                alone = run_alone(self.model, [*branch.kept, *branch.ids], self.count)
+                token, logprob = (value.item() for value in greedy(alone))
             branch.push(token, logprob, entropies[row], self.max_new_tokens, self.eos_ids)

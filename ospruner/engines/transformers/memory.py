@@ -15,20 +15,15 @@ from ospruner.bases import input_device
 
 from .batch import spare_columns
 
-__all__ = ["MemoryBudget", "free_bytes"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryBudget:
     """Counts the rows whose keys, values and states fit into a share of the free memory.
 
-    Args:
-        model: a causal LM; one token is run, whose cache says what a row holds and where.
-        share: of the memory that is free, in (0, 1). The rest is for what a forward needs beside
-            the cache: masks, hidden states, logits.
-        repeats: whether attention repeats keys and values for each query head of a group, as
-            transformers' own do under a mask.
+    One token is run, whose cache says what a row holds and where. The rest of the memory is for
+    what a forward needs beside the cache: masks, hidden states, logits. Attention `repeats` keys
+    and values for each query head of a group, as transformers' own do under a mask, or not.
 
     Raises:
         ValueError: the share is not in (0, 1).
@@ -52,12 +47,7 @@ class MemoryBudget:
         return {device: free_bytes(device) for device in self._needed(1)}
 
     def rows(self, columns: int, free: Mapping[torch.device, int | None] | None = None) -> int:
-        """How many rows of so many tokens fit; 0 where not even one does.
-
-        Args:
-            columns: tokens of a row.
-            free: by `free`; default: now.
-        """
+        """How many rows of so many tokens fit into what is, or was, `free`; perhaps none."""
         known = self.free() if free is None else free
         fitting = sys.maxsize
         for device, needed in self._needed(columns).items():

@@ -14,18 +14,6 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
 from ..requests import ID, StopRequest, misplaced, translated
 
-__all__ = [
-    "DEFAULTS_VARIABLE",
-    "OWNER",
-    "RECORD",
-    "check_body",
-    "check_params",
-    "check_tuning",
-    "excluded",
-    "read_chat",
-    "server_defaults",
-]
-
 OWNER = "custom_params"
 
 DEFAULTS_VARIABLE = "OSPRUNER_SERVER_DEFAULTS"
@@ -65,10 +53,8 @@ def excluded(params: Any) -> dict[str, Any]:
 def check_body(request: Any) -> None:
     """Refuses a body over HTTP in which our keys, or budgets, stand where nobody reads.
 
-    All else that is wrong in it is SGLang's to refuse.
-
-    Args:
-        request: FastAPI's, which keeps the body once it has been read; None for none.
+    All else that is wrong in it is SGLang's to refuse. The request is FastAPI's, which keeps the
+    body once it has been read; None for none.
     """
     body = None if request is None else vars(request).get("_body")
     try:
@@ -85,10 +71,7 @@ def check_body(request: Any) -> None:
 def read_chat(request: Any, config: OSPrunerConfig, parser: str | None) -> None:
     """Puts the effort of a chat (SGLang's `ChatCompletionRequest`) into its keys.
 
-    Args:
-        request: what was sent.
-        config: the policy's.
-        parser: the server's `--reasoning-parser`, which looks at replies alone.
+    The `parser` is the server's `--reasoning-parser`, which looks at replies alone.
 
     Raises:
         ValueError: tools beside a forced box, or a prefilled reply that does not think.

@@ -18,8 +18,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from .custom_params import RECORD, check_body, check_params, read_chat
 from .tapped import OSPrunerSGLang
 
-__all__ = ["ARCHITECTURE", "register"]
-
 ARCHITECTURE = "OSPrunerForCausalLM"
 
 _stopper: Any = None  # of this process, once it holds a policy

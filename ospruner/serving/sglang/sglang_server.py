@@ -13,12 +13,10 @@ from transformers import AutoTokenizer
 
 from ospruner.optional import MissingPackageError
 
-from ..launch import engine_options, served_policy
+from ..checks import engine_options, served_policy
 from ..requests import CONTROL, StopRequest
 from ..start import SGLANG
 from .custom_params import DEFAULTS_VARIABLE, check_tuning
-
-__all__ = ["PYTHON_VARIABLE", "serve_sglang", "sglang_command"]
 
 PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
 """The environment variable that names the Python of SGLang's environment, where it is not ours."""
@@ -32,10 +30,7 @@ def sglang_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command of a server, and what its environment needs beside this one.
 
-    Args:
-        policy: folder or Hub id of a policy.
-        defaults: for requests that don't say otherwise, by their keys.
-        arguments: the engine's own, such as `--port 8000`.
+    As `vllm_command`.
 
     Raises:
         ValueError: no policy that SGLang takes, wrong defaults, or an argument that is set here.

@@ -15,8 +15,6 @@ import torch
 from ..core import RowCore, ServedRow, log_off
 from .custom_params import excluded, server_defaults
 
-__all__ = ["Stopper"]
-
 _OURS = "_ospruner"  # of SGLang's own object of a request: its row, until its record is told
 _OFF = "_ospruner_off"  # likewise: why the policy, which is on by default, is off for it
 

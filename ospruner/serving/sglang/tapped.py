@@ -31,8 +31,6 @@ from ..checks import (
 )
 from .custom_params import check_tuning
 
-__all__ = ["BASES", "OSPrunerSGLang", "check_start"]
-
 BASES = {  # by model_type: the module of SGLang, and the class in it
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
@@ -49,12 +47,7 @@ _OF_KEYS = ("k_proj", "v_proj", "k_norm")  # of merged adapters; the base writes
 
 
 class OSPrunerSGLang(nn.Module):
-    """What SGLang runs for a policy repository: the base that it pins, its layers and its head.
-
-    Attributes:
-        base: SGLang's own model.
-        head: H to 1, or to 6 for every price, in float32.
-    """
+    """What SGLang runs for a policy repository: the base that it pins, its layers and its head."""
 
     allow_patterns_overrides = ("model.safetensors",)  # of the policy's own repository
     fall_back_to_pt_during_load = False
@@ -95,7 +88,7 @@ class OSPrunerSGLang(nn.Module):
             if isinstance(part, RadixAttention):  # the base has written the keys and values
                 vars(part)["forward"] = partial(part.forward, save_kv_cache=False)
         outputs = 1 if config.prices is None else 1 + PRICE_RAMPS
-        self.head = nn.Linear(text.hidden_size, outputs, dtype=torch.float32)
+        self.head = nn.Linear(text.hidden_size, outputs, dtype=torch.float32)  # H to 1 or 6
         self._entering: torch.Tensor | None = None  # (slots, H)
 
     def hold(self, num_slots: int) -> None:
@@ -131,10 +124,8 @@ class OSPrunerSGLang(nn.Module):
     def ask(self, backend: Any, slots: list[int], lengths: list[int]) -> torch.Tensor:
         """What the head says of the last tokens of requests, (K, 1 or 6) float32.
 
-        Args:
-            backend: SGLang's attention, whose tables know the requests' keys and values.
-            slots: of the K requests.
-            lengths: of their texts, these tokens included.
+        The backend is SGLang's attention, whose tables know the K slots' keys and values; the
+        lengths of texts count these tokens.
         """
         from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode

@@ -19,8 +19,6 @@ from vllm.logger import init_logger
 from ..drift import Drift, answers_differ
 from ..requests import ON
 
-__all__ = ["ControlWatch"]
-
 logger = init_logger("vllm.ospruner")  # vLLM's own are the ones that its servers write
 _LABELS = ("max_loss", "confidence", "allowed")
 _COMPARED = Counter(
@@ -38,14 +36,10 @@ _UNLIMITED = 64  # tokens of a pruned answer, where the policy's settings limit 
 
 
 class ControlWatch:
-    """Takes what is told of control requests, and follows each promise.
-
-    Args:
-        engine: vLLM's client.
-    """
+    """Takes what is told of control requests, and follows each promise."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine = engine  # vLLM's client
         self._drifts: dict[tuple[str, ...], Drift] = {}
         self._running: set[asyncio.Task[None]] = set()
 

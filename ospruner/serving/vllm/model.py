@@ -35,29 +35,23 @@ from .pages import Pages, most_tokens
 from .plugin import architecture
 from .servable import TAPPED, check_start, check_windows, class_of_base
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
-
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
 
 class StopHead(nn.Linear):
-    """H to 1, or to 6 for every price, in float32; it keeps what it says of a step.
-
-    Attributes:
-        pages: gives what it reads where it is asked, with a policy of queries only; else None, and
-            it has said it of all.
-        outputs: (T, 1 or 6) float32, of a step's tokens; in model runner V1 of the sampled rows.
-        positions: (B,) int32, in V1: each row's last position that has been computed.
-        arrivals: who comes and leaves, in V2 (`runner_v2.Arrivals`).
-    """
+    """H to 1, or to 6 for every price, in float32; it keeps what it says of a step."""
 
     def __init__(self, hidden_size: int, outputs: int, tokens: int = 0) -> None:
         super().__init__(hidden_size, outputs, dtype=torch.float32)
+        # Of a step's tokens, (T, 1 or 6); in model runner V1 of the sampled rows.
         self.outputs = torch.zeros(tokens, outputs)
+        # In V1: each row's last position that has been computed, (B,).
         self.positions = torch.empty(0, dtype=torch.int32)
+        # Gives what it reads where it is asked, with a policy of queries only; else it has said it
+        # of all.
         self.pages: Pages | None = None
-        self.arrivals: Any = None
+        self.arrivals: Any = None  # who comes and leaves, in V2 (`runner_v2.Arrivals`)
 
     def ask(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What it says of rows (K,) of the batch, (K, 1 or 6), and their last positions, (K,)."""

@@ -14,6 +14,7 @@ import json
 import re
 import uuid
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -28,8 +29,6 @@ from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from ..traffic import bin_of, observed
 from .controls import ControlWatch
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
-
-__all__ = ["StopRoutes", "apart", "check_body", "count_answer", "count_ended", "count_off"]
 
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
 _BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
@@ -98,22 +97,14 @@ def count_answer(row: ServedRow) -> None:
 
 
 def check_body(
-    body: object,
+    body: object,  # what was sent, as JSON; all else that is wrong in it is vLLM's to refuse
     defaults: StopRequest,
     config: OSPrunerConfig,
-    parses_calls: bool,
+    parses_calls: bool,  # whether calls of tools are found in replies
     path: str = "/v1/chat/completions",
-    grammars: str | None = None,
+    grammars: str | None = None,  # why requests with a grammar go on without the policy, if so
 ) -> str | None:
     """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
-
-    Args:
-        body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
-        defaults: the server's.
-        config: the policy's.
-        parses_calls: whether calls of tools are found in replies.
-        path: of the route that it was sent to.
-        grammars: why requests with a grammar go on without the policy; None where they do not.
 
     Returns:
         Why it goes on without the policy, which is on by default; None where it does not.
@@ -234,42 +225,40 @@ class _Bodies:
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
         headers = [] if why is None else [(_OFF_HEADER, f"off: {why}".encode())]
-        reply = _ToldReply(send, state.ospruner_engine, name, headers, state.ospruner_controls)
-        reply.chat = scope["path"].endswith("/chat/completions")
+        chat, watch = scope["path"].endswith("/chat/completions"), state.ospruner_controls
+        reply = _ToldReply(send, state.ospruner_engine, watch, name, headers, chat)
         await self._app(scope, again, reply)
 
 
+@dataclass
 class _ToldReply:
     """Sends a reply, and adds how the thinking of its texts ended, as the field `ospruner`.
 
     A whole reply has it at its end, a stream in the piece with which its last text ends.
     """
 
-    def __init__(
-        self,
-        send: Send,
-        engine: Any,
-        name: str | None,
-        headers: list[tuple[bytes, bytes]],
-        controls: ControlWatch,
-    ) -> None:
-        self._send, self._engine, self._name, self._headers = send, engine, name, headers
-        self._controls = controls
+    send: Send
+    engine: Any
+    controls: ControlWatch
+    name: str | None  # the reply's; None where nothing is added
+    headers: list[tuple[bytes, bytes]]  # that it gets
+    chat: bool
+
+    def __post_init__(self) -> None:
         self._start: Message = {}
         self._whole = False  # or a stream
         self._held = b""
         self._ended = 0  # texts of a stream
-        self.chat = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *self._headers]
+            message["headers"] = [*message["headers"], *self.headers]
             kind = dict(message["headers"]).get(b"content-type", b"")
             if message["status"] != 200 or not kind.startswith((b"application/json", b"text/ev")):
-                self._name = None
-            self._start, self._whole = message, self._name is not None and b"json" in kind
+                self.name = None
+            self._start, self._whole = message, self.name is not None and b"json" in kind
             if not self._whole:
-                await self._send(message)
+                await self.send(message)
             return
         body: bytes = message.get("body", b"")
         body = apart(body) if self.chat else body
@@ -277,19 +266,19 @@ class _ToldReply:
             self._held += body
             if message.get("more_body"):
                 return
-            said = await _ask(self._engine, REPLY, str(self._name))
-            self._controls.take(one["fork"] for one in said)
+            said = await _ask(self.engine, REPLY, str(self.name))
+            self.controls.take(one["fork"] for one in said)
             body = _with(self._held, _told(said))
             length = (b"content-length", str(len(body)).encode())
             others = [one for one in self._start["headers"] if one[0] != length[0]]
-            await self._send({**self._start, "headers": [*others, length]})
-        elif self._name is not None and _ENDS.search(body):
-            said, self._ended = await _ask(self._engine, REPLY, str(self._name)), self._ended + 1
+            await self.send({**self._start, "headers": [*others, length]})
+        elif self.name is not None and _ENDS.search(body):
+            said, self._ended = await _ask(self.engine, REPLY, str(self.name)), self._ended + 1
             if self._ended == len(said):
-                self._controls.take(one["fork"] for one in said)
+                self.controls.take(one["fork"] for one in said)
             if self._ended >= len(said):
                 body = _with(body, _told(said))
-        await self._send({**message, "body": body})
+        await self.send({**message, "body": body})
 
 
 def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -321,7 +310,7 @@ class StopRoutes:
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes, and a look at the bodies of all routes."""
         app.add_api_route("/ospruner/stops/{stop_id:path}", stop_record, methods=["GET"])
-        app.add_api_route("/ospruner/answer/{stop_id:path}", answer_now, methods=["POST"])
+        app.add_api_route("/ospruner/answer/{stop_id:path}", stop_record, methods=["POST"])
         app.add_api_route("/ospruner/format", reasoning_format, methods=["GET"])
         app.add_middleware(_Bodies)
 
@@ -373,21 +362,13 @@ async def reasoning_format(request: Request) -> dict[str, Any]:
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
-    """The `StopRecord` of the last request with this `stop_id`; 404 where there is none."""
-    return await _record(stop_id, request)
+    """The `StopRecord` so far of the last request with this `stop_id`; 404 where there is none.
 
-
-async def answer_now(stop_id: str, request: Request) -> dict[str, Any]:
-    """Closes the thinking of the last request with this `stop_id` before its next token.
-
-    Returns:
-        Its record so far. One whose thinking has ended goes on as it is. 404 as in `stop_record`.
+    Posted to, it also closes its thinking before its next token; one whose thinking has ended goes
+    on as it is.
     """
-    return await _record(stop_id, request, True)
-
-
-async def _record(stop_id: str, request: Request, *answer: bool) -> dict[str, Any]:
-    told = await _ask(request.app.state.ospruner_engine, ID, stop_id, *answer)
+    answer = request.method == "POST"
+    told = await _ask(request.app.state.ospruner_engine, ID, stop_id, answer)
     if not told:
         raise HTTPException(
             404,

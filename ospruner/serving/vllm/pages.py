@@ -24,8 +24,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attentio
 
 from ..checks import Works
 
-__all__ = ["ONE_RANK", "QUERIES_WORK", "Pages", "most_tokens", "share_pages"]
-
 ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
 QUERIES_WORK: Works = {  # with what it was run
     "cache_config.cache_dtype": (
@@ -56,8 +54,7 @@ def _attention_of(layer: nn.Module) -> Attention:
 def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
     """Lets a layer of the tail attend to the pages of the base's of the same number.
 
-    Returns:
-        What vLLM will tell of these pages.
+    What vLLM will tell of these pages is noted in what is returned.
     """
     own, theirs = _attention_of(layer), _attention_of(base_layer)
     noted = _Noted()
@@ -127,28 +124,21 @@ class Pages:
         return any(part in _NORMS_OF_KEYS for part in name.split("."))
 
     def ends(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where rows of vLLM's batch end.
+        """Where rows end, whose places in vLLM's batch are (K,) int64.
 
-        Args:
-            rows: their places in the batch, (K,) int64.
-
-        Returns:
-            Their lengths, (K,) int32, and the places of their last tokens in the step, (K,).
+        It gives their lengths, (K,) int32, and the places of their last tokens in the step, (K,).
         """
         batch = next(iter(self._layers.values())).batch
         assert batch is not None
         return batch.seq_lens[rows], batch.query_start_loc[1:][rows] - 1
 
     def hidden(
-        self, rows: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor
+        self,
+        rows: torch.Tensor,  # the places of their rows in the batch, (K,) int64
+        lengths: torch.Tensor,  # of the texts that end with them, (K,) int32
+        places: torch.Tensor,  # theirs in the step, (K,)
     ) -> torch.Tensor:
-        """What the head reads of tokens of vLLM's batch, (K, H), after the final norm.
-
-        Args:
-            rows: the places of their rows in the batch, (K,) int64.
-            lengths: of the texts that end with them, (K,) int32.
-            places: theirs in the step, (K,).
-        """
+        """What the head reads of tokens of vLLM's batch, (K, H), after the final norm."""
         attention = {}
         starts, device = torch.arange(len(rows) + 1, dtype=torch.int32), lengths.device
         for name, noted in self._layers.items():

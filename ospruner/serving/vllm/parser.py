@@ -30,8 +30,6 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
 from .plugin import PARSER
 
-__all__ = ["HarmonyThinkingParser", "PromptedParser", "ThinkingParser"]
-
 _THINKING, _ANSWER, _LEFT_OUT = "thinking", "answer", ""
 _MARKERS = ("start", "channel", "constrain", "message", "end", "return", "call")
 _CHANNELS = {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}
@@ -202,6 +200,7 @@ abstract_parser.DelegatingParser = PromptedParser
 
 @functools.cache  # a parser is made for each request
 def format_of(policy: str) -> TokenFormat:
+    """How a policy's base thinks, by the policy's folder or Hub id."""
     config = OSPrunerConfig.from_pretrained(policy)
     tokenizer = AutoTokenizer.from_pretrained(policy, config=config)
     return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)

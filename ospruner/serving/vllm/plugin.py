@@ -16,8 +16,6 @@ from typing import Any
 
 from ..requests import DEFAULTS, StopRequest
 
-__all__ = ["ARCHITECTURE", "REPLY", "Defaults", "ServedPolicy", "parser_of", "register"]
-
 ARCHITECTURE = "OSPrunerForCausalLM"
 REPLY = "ospruner_reply"
 """Among a request's extra arguments: the name by which its reply is told how its texts ended."""
@@ -33,15 +31,10 @@ _ROOM = ("has_inner_state", "is_hybrid", "supports_mamba_prefix_caching", "suppo
 
 
 class Defaults:
-    """A server's defaults.
+    """A server's defaults."""
 
-    Attributes:
-        here: of the server, or the engine, that this process has made last.
-        config: of its policy.
-    """
-
-    here = StopRequest(None, server=True)
-    config: Any = None
+    here = StopRequest(None, server=True)  # of the server, or engine, that was made last here
+    config: Any = None  # of its policy
 
     @staticmethod
     def of(vllm_config: Any) -> StopRequest:

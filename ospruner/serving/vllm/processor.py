@@ -24,8 +24,6 @@ from ..requests import ID, StopRequest
 from .monitoring import count_answer, count_ended, count_off
 from .plugin import REPLY, Defaults
 
-__all__ = ["PolicyProcessor", "StopRecords", "keep_thinking"]
-
 _MOST_RECORDS = 8192  # of requests and replies with a name; the oldest are forgotten
 _FIRST_SEED = "ospruner_first_seed"
 """Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this

@@ -7,6 +7,7 @@ requests stand where in the batch. Preempted requests leave the batch and come b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +20,19 @@ from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
 from .processor import PolicyProcessor
 
-__all__ = ["V1Processor"]
 
-
+@dataclass(eq=False)
 class _Request:
-    """A request in V1's batch.
+    """A request in V1's batch."""
 
-    Attributes:
-        served: its way.
-        params: as vLLM holds them, of all texts of a prompt the same object at times.
-        prompt_tokens: the length of its prompt.
-        output: vLLM's own list of its tokens, which grows; another one after a preemption, where
-            steps are scheduled ahead.
-    """
+    served: ServedRow
+    params: SamplingParams  # as vLLM holds them, of all texts of a prompt the same object at times
+    # vLLM's own list of its tokens, which grows; another one after a preemption, where steps are
+    # scheduled ahead.
+    output: list[int]
 
-    def __init__(self, served: ServedRow, params: SamplingParams, output: list[int]) -> None:
-        self.served = served
-        self.params = params
-        self.prompt_tokens = served.taken
-        self.output = output
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.served.taken
 
     def comes_back(self, params: SamplingParams, output: list[int]) -> bool:
         """Whether a request that enters the batch with these is this one.

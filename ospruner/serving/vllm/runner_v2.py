@@ -34,26 +34,20 @@ from ..core import ServedRow
 from .model import STOP_HEAD, StopHead
 from .processor import PolicyProcessor
 
-__all__ = ["Arrivals", "HybridArrivals", "V2Processor"]
-
 
 class Arrivals(DefaultModelState):
     """vLLM's own state of a model, which also keeps who comes into which slot, and who leaves.
 
     Processors are told a slot and parameters, but neither who comes nor with which tokens.
-
-    Attributes:
-        entering: by slot, who has come and has not been taken in.
-        leaving: called with the id of each request that leaves, finished or preempted, while its
-            slot still holds its tokens.
-        batch: of the step that is being computed.
     """
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, *others: Any) -> None:
         super().__init__(vllm_config, model, *others)
-        self.entering: dict[int, NewRequestData] = {}
+        self.entering: dict[int, NewRequestData] = {}  # by slot: come, and not taken in
+        # Called with the id of each request that leaves, finished or preempted, while its slot
+        # still holds its tokens.
         self.leaving: Callable[[str], None] | None = None
-        self.batch: InputBatch | None = None
+        self.batch: InputBatch | None = None  # of the step that is being computed
         head: Any = model.head
         head.arrivals = self
 

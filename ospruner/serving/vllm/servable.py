@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import nn
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models import transformers
+from vllm.model_executor.models import gemma3, transformers
 from vllm.model_executor.models.interfaces import (
     EagleModelMixin,
     has_inner_state,
@@ -20,13 +22,39 @@ from vllm.model_executor.models.interfaces import (
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from ..checks import Works, check_policy, check_settings
-from .gemma3 import TappedGemma3ForCausalLM
 from .pages import ONE_RANK, QUERIES_WORK
 from .plugin import HARMONY_PARSER, architecture, is_recurrent
 
-__all__ = ["TAPPED", "check_start", "check_windows", "class_of_base", "why_not"]
 
-TAPPED = {"Gemma3ForCausalLM": TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
+class _TappedGemma3Model(gemma3.Gemma3Model, EagleModelMixin):  # compiled as Gemma3Model says
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """The last hidden states, (T, H), and, where one is tapped, what enters that layer."""
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual = None
+        tapped: list[torch.Tensor] = []
+        for i, layer in enumerate(self.layers):
+            self._maybe_add_hidden_state(tapped, i, hidden, residual)
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return (hidden, tapped) if tapped else hidden
+
+
+class _TappedGemma3ForCausalLM(gemma3.Gemma3ForCausalLM):
+    """vLLM's own around a model that can be tapped, as vLLM's other models can."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        # One made beside another would leave its layers with vLLM.
+        with patch.object(gemma3, "Gemma3Model", _TappedGemma3Model):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+TAPPED = {"Gemma3ForCausalLM": _TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
 _WORKS: Works = {
     # The tail follows the whole base, on all tokens of a step.
     "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),

@@ -13,9 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.engines.asking import Ask, Reply, Server
-from ospruner.engines.calling import AskingEngine
-from ospruner.engines.interface import SamplingSettings
+from ospruner.engines.calling import Ask, AskingEngine, Reply, Server
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import GradingPool, Verdict
 from ospruner.eval.problems.problem import Problem
@@ -59,9 +57,6 @@ class Scripted(AskingEngine):
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
         yield [_Script(self, number) for number in range(self.servers)]
-
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Nothing to do."""
 
 
 class _Script:

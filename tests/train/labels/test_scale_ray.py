@@ -17,8 +17,8 @@ import pytest
 from datasets import Dataset
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.engines import TransformersEngine
 from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
