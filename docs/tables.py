@@ -20,8 +20,8 @@ from typing import Any
 
 import pandas as pd
 
+from ospruner.eval.compare import FIXED
 from ospruner.eval.learnstop import LEARN_STOP
-from ospruner.eval.limits import FIXED
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, FULL, METHOD_NAMES, ORACLE
 from ospruner.eval.report.tables import MAIN, Column, Table
 from ospruner.eval.results import Estimate, Results, prices_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -101,7 +101,9 @@ def _nothing_said(use: PolicyUse) -> Predicted:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled traces, and what policies and rules need to read them.
+    """Labelled traces, what policies and rules need to read them, and what these have said.
+
+    Of a file of signals there is no dataset: nothing can be asked anew.
 
     Attributes:
         dataset: the traces.
@@ -113,6 +115,10 @@ class Split:
         thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
             labels do not keep (`thinking_entropies`); None where no base is at hand.
         said: what a policy says at each step.
+        problems: (N,) `text_key` of each trace's problem, where there is no dataset.
+        policies: what each policy's head has said, by its path.
+        rules: what each rule has measured, by `recorded.key_of`.
+        beside: what the full traces of other labels of these problems come to, by their name.
     """
 
     dataset: Any
@@ -123,6 +129,10 @@ class Split:
     same: Same = operator.eq
     thinking_entropy: Callable[[], FloatArray] | None = None
     said: Callable[[PolicyUse], Predicted] = _nothing_said
+    problems: Sequence[str] = ()
+    policies: dict[str, Predicted] = field(default_factory=dict)
+    rules: dict[str, Measured] = field(default_factory=dict)
+    beside: dict[str, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

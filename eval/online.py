@@ -34,8 +34,7 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
 
-from .evaluation import Evaluation
-from .intervals import Rule
+from .evaluation import Evaluation, Rule
 from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task

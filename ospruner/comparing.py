@@ -24,10 +24,9 @@ from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import Report, report_of
+from ospruner.eval.compare import Report, report_of, worth_asking
 from ospruner.eval.compute import Compute, ModelWork
-from ospruner.eval.frontiers import worth_asking
-from ospruner.eval.intervals import REPLICATES
+from ospruner.eval.evaluation import REPLICATES
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base

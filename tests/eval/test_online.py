@@ -19,8 +19,7 @@ from ospruner import comparing, rules
 from ospruner.comparing import Judged, compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.eval.compare import Report
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import bootstrap_interval
+from ospruner.eval.evaluation import Evaluation, bootstrap_interval
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.online import Generator, OnlineProblems, SampleRow, evaluate_online, read_journal
 from ospruner.eval.problems.task import Math

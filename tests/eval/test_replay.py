@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import (
-    Chosen,
+from ospruner.eval.evaluation import (
+    Evaluation,
     Rule,
+    chosen,
     pool_seeds,
     seed_weights,
+    validation_scores,
 )
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
@@ -75,7 +76,7 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
             )
         ]
         base = replace(long, tokens=np.full(40, 9.0))
-        taken = Chosen(rules, base, np.arange(40), accurate).taken()
+        taken, _ = chosen(rules, validation_scores(rules, base, np.arange(40), accurate))
         assert taken.parameter == int(wins < 20)
         return taken
 
@@ -83,14 +84,14 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     # Always right and never right: no resample chooses otherwise.
     for wins, same in ((40, plain[0]), (0, plain[1])):
         one = rule(wins)
-        assert one.choice is not None
-        assert set(one.choice.picks(200).tolist()) == {int(wins < 20)}
+        assert one.picks is not None
+        assert set(one.picks.tolist()) == {int(wins < 20)}
         (found,) = summarise([one], full, table.problem_index)
         assert (found.tokens, found.accuracy) == (same.tokens, same.accuracy)
     # As often right: half of the resamples choose the other, and the interval says so.
     even = rule(20)
-    assert even.choice is not None
-    picks = even.choice.picks(2000)
+    assert even.picks is not None
+    picks = even.picks
     assert picks[0] == 0
     assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
     (found,) = summarise([even], full, table.problem_index)
