@@ -14,8 +14,7 @@ metrics     reduction, AES, choosing an operating point
 evaluation  rules with intervals by problem and training seed, which make each choice again
 frontiers   areas under whole methods, and the oracle's gap
 calibration promises about accuracy
-results     every number with its interval: the frame, and the file
-text        numbers and tables as text
+results     every number with its interval: the frame, the file, and text
 
 problems/   where problems come from and how they are asked
 grading/    boxed answers, compared by Math-Verify under a time limit

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from datasets import Dataset
 
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
@@ -103,7 +102,7 @@ class Report:
         if self.recorded is not None:
             made_by = self.recorded.made_by
             if not made_by:
-                own = dataclasses.asdict(provenance(folder, seed=self.evaluation.seed))
+                own = dataclasses.asdict(provenance(folder, seed=0))
                 made_by = {name: own[name] for name in _MADE_BY}
             self.recorded.save(folder / SIGNALS_FILE, made_by)
 
@@ -133,8 +132,13 @@ def compare(
         ValueError: problems that are in both splits, others beside them, a family without traces to
             choose on, or labels that lack what a rule reads.
     """
-    if choose_on is not None:
-        refuse_shared(test.dataset, choose_on.dataset)
+    if choose_on is not None and (
+        shared := shared_problems(test.dataset["problem"], choose_on.dataset["problem"])
+    ):
+        raise ValueError(
+            f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
+            "choose on: what is chosen on a problem must not be measured on it"
+        )
     splits = [
         dataclasses.replace(one, policies={}, rules={}, beside={})
         for one in (test, choose_on)
@@ -167,15 +171,6 @@ def worth_asking(table: TraceTable) -> tuple[float, ...]:
     """
     tokens = float(table.full_tokens.mean())
     return tuple(float(f"{share / tokens:.0e}") for share in (0.1, 0.04, 0.02))
-
-
-def refuse_shared(test: Dataset, choose_on: Dataset) -> None:
-    """Raises ValueError where a problem's text is in both."""
-    if shared := shared_problems(test["problem"], choose_on["problem"]):
-        raise ValueError(
-            f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
-            "choose on: what is chosen on a problem must not be measured on it"
-        )
 
 
 def _in_full(name: str, other: Split, test: Split) -> Outcome:

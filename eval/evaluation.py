@@ -18,11 +18,19 @@ import numpy as np
 import pandas as pd
 
 from .methods import FRONTIER, ORACLE
-from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
+from .metrics import AES_ABSOLUTE, AesVariant, reduction
 from .replay import Outcome, pool
-from .results import NAMED, Estimate, Results, best_rows, frame_of, main_rows
+from .results import (
+    NAMED,
+    Estimate,
+    Results,
+    best_rows,
+    frame_of,
+    main_rows,
+    parameter_text,
+    price_name,
+)
 from .table import FloatArray, IntArray, TraceTable
-from .text import parameter_text, price_name
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
@@ -82,13 +90,14 @@ def pool_seeds(rules: Sequence[Rule]) -> list[Rule]:
     groups: dict[tuple[str, float | None], list[Rule]] = {}
     for rule in rules:
         groups.setdefault((rule.method, rule.parameter), []).append(rule)
-    return [_pooled(of) if len(of) > 1 else of[0] for of in groups.values()]
-
-
-def _pooled(rules: Sequence[Rule]) -> Rule:
-    seeds = tuple(rule.outcome for rule in rules)
-    validation = tuple(one for rule in rules for one in rule.validation)
-    return dataclasses.replace(rules[0], outcome=pool(seeds), seeds=seeds, validation=validation)
+    pooled = []
+    for of in groups.values():
+        seeds = tuple(rule.outcome for rule in of)
+        validation = tuple(one for rule in of for one in rule.validation)
+        pooled.append(
+            dataclasses.replace(of[0], outcome=pool(seeds), seeds=seeds, validation=validation)
+        )
+    return pooled
 
 
 def validation_scores(
@@ -97,28 +106,18 @@ def validation_scores(
     problem_index: IntArray,
     variant: AesVariant = AES_ABSOLUTE,
     replicates: int = REPLICATES,
-    seed: int = 0,
 ) -> FloatArray:
     """(1 + B, R) the AES of rules on all traces to choose on, and in each resample.
 
     Resamples of problems differ from the test's, those of training seeds are the same.
-
-    Args:
-        rules: with their outcomes there.
-        full: the full traces' outcome there.
-        problem_index: the problem of each of these traces.
-        variant: which AES.
-        replicates: resamples, B.
-        seed: of the resamples.
     """
     blocks = [(full,), *(rule.validation for rule in rules)]
+    names = ("tokens", "correct", "answer_tokens")
+    means = resampled(blocks, problem_index, replicates, names=names, validation=True)
+    tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
     if variant.charge == "generated":
-        blocks = [tuple(one.with_answers() for one in block) for block in blocks]
-    points = resampled(blocks, problem_index, replicates, seed, validation=True)
-    (tokens, base_tokens), (accuracy, base_accuracy) = (
-        (points[:, 1:, k], points[:, :1, k]) for k in (0, 1)
-    )
-    return variant(accuracy, tokens, base_accuracy, base_tokens)
+        tokens = tokens + answer_tokens
+    return variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
 
 
 def chosen(rules: Sequence[Rule], scores: FloatArray) -> tuple[Rule, int]:
@@ -135,7 +134,6 @@ def resampled(
     blocks: Sequence[Sequence[Outcome]],
     problem_index: IntArray,
     replicates: int = REPLICATES,
-    seed: int = 0,
     *,
     names: Sequence[str] = ("tokens", "correct"),
     validation: bool = False,
@@ -146,20 +144,19 @@ def resampled(
         blocks: for each rule its seeds' outcomes on the same N traces.
         problem_index: (N,) the problem of each trace.
         replicates: B.
-        seed: of the resamples of problems, and of training seeds: a policy is the same on all
-            traces.
         names: the numbers.
-        validation: the traces are those to choose on, whose problems are drawn anew.
+        validation: the traces are those to choose on: their problems are drawn anew, training
+            seeds are not, for a policy is the same on all traces.
     """
     columns = [vars(one)[name] for block in blocks for one in block for name in names]
-    values, drawn = np.column_stack(columns), ~seed & 0xFFFF if validation else seed
+    values, seed = np.column_stack(columns), 0xFFFF if validation else 0
     means = np.concatenate(  # row 0: all traces
-        [values.mean(axis=0)[None], bootstrap_means(values, problem_index, replicates, drawn)]
+        [values.mean(axis=0)[None], bootstrap_means(values, problem_index, replicates, seed)]
     )
     found, start = np.empty((len(means), len(blocks), len(names))), 0
     for number, block in enumerate(blocks):
         part = means[:, start : (start := start + len(names) * len(block))]
-        weights = seed_weights(len(block), replicates, seed)  # (1 + B, S)
+        weights = seed_weights(len(block), replicates)  # (1 + B, S)
         found[:, number] = np.einsum("bs,bsk->bk", weights, part.reshape(*weights.shape, -1))
     return found
 
@@ -169,11 +166,8 @@ def bootstrap_means(
 ) -> FloatArray:
     """(B, K) means over traces in each resample of the problems.
 
-    Args:
-        values: (N, K) K quantities of each trace.
-        problem_index: (N,) the problem of each trace, 0 .. P-1.
-        replicates: how many resamples, B.
-        seed: the resamples depend on it, on P and on B only.
+    Values are (N, K), K quantities of each trace. The resamples depend on the seed, on the number
+    of problems and on B only.
     """
     problems = int(problem_index.max()) + 1
     sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
@@ -191,12 +185,12 @@ def bootstrap_means(
     return means
 
 
-def seed_weights(seeds: int, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
+def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
     """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
 
     Methods of as many seeds get the same weights, so that differences stay paired.
     """
-    rng = np.random.default_rng([seed, 1 + seeds])
+    rng = np.random.default_rng([0, 1 + seeds])
     drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
     return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
 
@@ -214,18 +208,12 @@ def bootstrap_interval(
     One problem alone, or one that never varies, has no width: it is an interval of this sample, not
     of all that may happen.
     """
-    resampled = bootstrap_means(values[:, None], problem_index, replicates, seed)
-    return estimate(np.append(values.mean(), resampled), level)
+    means = bootstrap_means(values[:, None], problem_index, replicates, seed)
+    return estimate(np.append(values.mean(), means), level)
 
 
 def estimate(values: FloatArray, level: float = 0.95) -> Estimate:
-    """The first of (1 + B,) values with the percentile interval of the others, NaNs left out.
-
-    Raises:
-        ValueError: `level` outside (0, 1).
-    """
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level is {level!r}; it must lie strictly between 0 and 1")
+    """The first of (1 + B,) values with the percentile interval of the others, NaNs left out."""
     value, resampled = float(values[0]), values[1:]
     finite = resampled[~np.isnan(resampled)]
     if not finite.size:
@@ -246,7 +234,6 @@ class Evaluation:
             "online"), and whatever else has to agree before two runs may be mixed. JSON-ready.
         natural_correct: (N,) grade of the answer after the trace's own end; NaN where there is
             none. It is never mixed with forced answers.
-        seed: of the resamples.
     """
 
     rules: Sequence[Rule]
@@ -254,7 +241,6 @@ class Evaluation:
     limits: Sequence[Rule] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     natural_correct: FloatArray | None = None
-    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.problem_index)
@@ -271,7 +257,7 @@ class Evaluation:
 
         def means_of(rules: Sequence[Rule]) -> FloatArray:
             blocks = [rule.outcomes for rule in rules]
-            return resampled(blocks, self.problem_index, seed=self.seed, names=_MEANS)
+            return resampled(blocks, self.problem_index, names=_MEANS)
 
         found = means_of(everything)
         for number, rule in enumerate(everything):
@@ -389,10 +375,17 @@ def _numbers(
 ) -> Numbers:
     """The numbers of a frame's row from a rule's means and those of the full traces."""
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    paid, base = generated, of_full
-    if variant.charge != "generated":
-        base = full["tokens"]
-        paid = charged_tokens(variant.charge, own["tokens"], own["flops"], base, full["flops"])
+    computed = own["flops"] / full["flops"]
+    paid, base = {
+        "thinking": (own["tokens"], full["tokens"]),
+        "generated": (generated, of_full),
+        "compute": (computed * full["tokens"], full["tokens"]),
+    }[variant.charge]
+    if np.isnan(paid).any():
+        raise ValueError(
+            "charge is 'compute', but what these rules compute was not counted: evaluate again "
+            "with this version of ospruner, or charge 'thinking'"
+        )
     with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
         after_stop = own["stopped_answer"] / own["stopped"]
         after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
@@ -413,8 +406,8 @@ def _numbers(
         "time_ratio": own["seconds"] / full["seconds"],
         "tokens_per_second": generated / own["seconds"],
         "flops": own["flops"],
-        "flops_ratio": own["flops"] / full["flops"],
-        **{f"reward@{price_name(price)}": reward(own["correct"], paid, price) for price in prices},
+        "flops_ratio": computed,
+        **{f"reward@{price_name(price)}": own["correct"] - price * paid for price in prices},
     }
 
 

@@ -18,9 +18,8 @@ import pandas as pd
 from .evaluation import REPLICATES, Rule, estimate, resampled, validation_scores
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import hindsight_oracle, replay_full, replay_step
-from .results import frame_of
+from .results import frame_of, price_name
 from .table import FloatArray, TraceTable
-from .text import price_name
 
 
 def hull(points: FloatArray) -> list[int]:
@@ -79,7 +78,6 @@ def frontiers(
     test: TraceTable,
     prices: Sequence[float] = (),
     replicates: int = REPLICATES,
-    seed: int = 0,
     variant: AesVariant = AES_ABSOLUTE,
 ) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
@@ -92,12 +90,11 @@ def frontiers(
     validation.
 
     Args:
-        methods: rules by method, with outcomes on both; leads are the first one's.
-        validation: the validation traces, on which all is chosen.
-        test: the test traces.
+        methods: rules by method, with outcomes on both tables; leads are the first one's.
+        validation: the traces on which all is chosen.
+        test: those on which it is measured.
         prices: of a token, of the gaps.
         replicates: resamples.
-        seed: of the resamples.
         variant: the AES that chooses the first method's setting.
 
     Returns:
@@ -110,16 +107,16 @@ def frontiers(
     ends, test_ends = ([(replay_full(one),), (replay_step(one, 1),)] for one in (validation, test))
     for method, rules in methods.items():
         blocks = [*ends, *(rule.validation for rule in rules)]
-        chosen_on = resampled(blocks, validation.problem_index, replicates, seed, validation=True)
+        chosen_on = resampled(blocks, validation.problem_index, replicates, validation=True)
         blocks = [*test_ends, *(rule.outcomes for rule in rules), *oracles]
-        measured = resampled(blocks, test.problem_index, replicates, seed)
+        measured = resampled(blocks, test.problem_index, replicates)
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
         if first is None:
             first = areas
             if rules:
-                of = rules, ends[0][0], validation.problem_index, variant, replicates, seed
+                of = rules, ends[0][0], validation.problem_index, variant, replicates
                 picks = np.nanargmax(validation_scores(*of), axis=1)
                 ours = measured[np.arange(len(picks)), 2 + picks]
         there = _on_hull(chosen_on[0], chosen_on[0])

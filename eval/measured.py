@@ -227,12 +227,7 @@ class LabelledRow:
 
 
 def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measured:
-    """What a family measures at every step of labelled traces.
-
-    Args:
-        split: the traces.
-        family: the rule, its threshold open.
-        rule: with settings of its own; None for the family's.
+    """What a family, or a rule of it with settings of its own, measures at every step of traces.
 
     Raises:
         ValueError: the labels, or what stands beside them, lack what it reads.
@@ -263,12 +258,8 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
 def family_thresholds(family: Family, signals: FloatArray, count: int = COUNT) -> tuple[float, ...]:
     """Thresholds from "at once" to "never", through values that the signal takes on these traces.
 
-    A grid written down by hand suits the scale of one signal and misses that of another.
-
-    Args:
-        family: the rule.
-        signals: of the traces to choose on; NaN is none.
-        count: thresholds, the two ends included; fewer where the signal takes fewer values.
+    A grid written down by hand suits the scale of one signal and misses that of another. NaN is no
+    signal; there are fewer thresholds where the signal takes fewer values.
     """
     within = signals[(signals > family.low) & (signals < family.high)]
     values = {*spread_values(within, count - 2), family.at_once, family.never}
@@ -298,13 +289,7 @@ def thinking_entropies(
     How sure the base was of its thinking is not in the labels; it takes a pass over each trace.
 
     In nats, each over the ENTROPY_TOKENS most likely tokens at temperature 1, as `StepEnd` gives it
-    in generate. NaN on padding.
-
-    Args:
-        base: that wrote the traces.
-        dataset: the labelled traces.
-        table: the same as arrays.
-        progress: called with phase "thinking".
+    in generate. NaN on padding. `progress` is called with phase "thinking".
     """
     found = np.full(table.mask.shape, np.nan)
     device = input_device(base)

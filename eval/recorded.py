@@ -75,12 +75,7 @@ class Recorded:
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path, made_by: Mapping[str, Any]) -> None:
-        """Writes the file, whole or not at all.
-
-        Args:
-            path: such as `SIGNALS_FILE` in the folder of the results.
-            made_by: what the file says of its making.
-        """
+        """Writes the file, whole or not at all, and in it what it says of its making."""
         uses = {use.path: use for use in self.methods if isinstance(use, PolicyUse)}
         # Two seeds' folders may have one name, and their paths are of one machine.
         names = {one: f"{Path(one).name.partition('#')[0]}#{n}" for n, one in enumerate(uses, 1)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,6 @@ class Outcome:
     def mean_tokens(self) -> float:
         """Mean thinking tokens over traces."""
         return float(self.tokens.mean())
-
-    def with_answers(self) -> Outcome:
-        """The same, where the tokens are those of thinking and answer."""
-        return replace(self, tokens=self.tokens + self.answer_tokens)
 
     def columns(self) -> FloatArray:
         """(N, K) the fields side by side, in the order of their definition."""
@@ -261,14 +257,5 @@ def hindsight_oracle_no_loss(table: TraceTable) -> Outcome:
 
 
 def pool(outcomes: Sequence[Outcome]) -> Outcome:
-    """The mean outcome of several policies (training seeds) on the same traces.
-
-    Raises:
-        ValueError: no outcomes, or outcomes of different numbers of traces.
-    """
-    if len({len(outcome) for outcome in outcomes}) != 1:
-        raise ValueError(
-            f"outcomes of {[len(outcome) for outcome in outcomes]} traces; pooling takes at least "
-            "one outcome, all on the same traces"
-        )
+    """The mean outcome of several policies (training seeds) on the same traces."""
     return Outcome(*np.mean([outcome.columns() for outcome in outcomes], axis=0).T)

@@ -355,24 +355,7 @@ Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
 Loops = Family("loops", repeats, "loops", "repeats", low=1, asks=_TEXT, **_COUNT)
 Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Budget,
-        Step,
-        AnswerEntropy,
-        TrialConfidence,
-        Agreement,
-        Dynasor,
-        RunJump,
-        HaltCot,
-        Deer,
-        ThinkJustEnough,
-        Refrain,
-        Loops,
-        Puma,
-    )
-}
+FAMILIES = {one.name: one for one in list(globals().values()) if isinstance(one, Family)}
 """The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of
 neurons in every layer at every token, which labels do not keep and generate's hook does not see."""
 

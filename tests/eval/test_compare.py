@@ -17,7 +17,7 @@ from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.recorded import Method
 from ospruner.eval.replay import replay, replay_full, replay_step
-from ospruner.eval.report.page import write_report
+from ospruner.eval.report.summary import write_report
 from ospruner.eval.results import Results
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
 from ospruner.rules import Family

@@ -81,5 +81,5 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 
 def test_metric_errors() -> None:
-    with pytest.raises(ValueError, match="level is 95"):
+    with pytest.raises(ValueError, match="Quantiles must be in the range"):
         bootstrap_interval(np.zeros(2), np.array([0, 1]), level=95)
