@@ -228,7 +228,7 @@ def report_of(recorded: Recorded) -> Report:
     """Every number of a comparison from what its methods say: no weights, no text."""
     (test, *others), variant = recorded.splits, recorded.variant
     table = test.table
-    rules = pool_seeds(_rules_of(recorded))
+    rules = _rules_of(recorded)
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
@@ -307,7 +307,7 @@ def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
 
 
 def _rules_of(recorded: Recorded) -> list[Rule]:
-    """Every setting as a rule, policies first."""
+    """Every setting as a rule, its training seeds pooled, policies first."""
     splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
     rules = []
@@ -329,15 +329,14 @@ def _rules_of(recorded: Recorded) -> list[Rule]:
             found = [one.outcome(split.table, family, value) for one, split in both]
             rules.append(_rule(family.method or family.name, value, family.parameter_name, found))
     trained = {use.method for use in uses}  # whose rules of one name are training seeds
-    named: set[tuple[str, float | None]] = set()
-    for rule in rules:
-        if (one := (rule.method, rule.parameter)) in named and rule.method not in trained:
+    pooled = pool_seeds(rules)
+    for rule in pooled:
+        if len(rule.seeds) > 1 and rule.method not in trained:
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
-        named.add(one)
-    return rules
+    return pooled
 
 
 def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:

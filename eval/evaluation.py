@@ -198,8 +198,6 @@ def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
 def bootstrap_interval(
     values: FloatArray,
     problem_index: IntArray,
-    *,
-    level: float = 0.95,
     replicates: int = REPLICATES,
     seed: int = 0,
 ) -> Estimate:
@@ -209,16 +207,16 @@ def bootstrap_interval(
     of all that may happen.
     """
     means = bootstrap_means(values[:, None], problem_index, replicates, seed)
-    return estimate(np.append(values.mean(), means), level)
+    return estimate(np.append(values.mean(), means))
 
 
-def estimate(values: FloatArray, level: float = 0.95) -> Estimate:
-    """The first of (1 + B,) values with the percentile interval of the others, NaNs left out."""
+def estimate(values: FloatArray) -> Estimate:
+    """The first of (1 + B,) values with the 95 % interval of the others, NaNs left out."""
     value, resampled = float(values[0]), values[1:]
     finite = resampled[~np.isnan(resampled)]
     if not finite.size:
         return Estimate(value, float("nan"), float("nan"))
-    low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(finite, [0.025, 0.975])
     return Estimate(value, float(low), float(high))
 
 

@@ -228,16 +228,11 @@ class Results:
         return ", ".join(str(self.settings[name]) for name in NAMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values; NaN, which JSON lacks, is None.
-
-        Raises:
-            TypeError, ValueError: `about` holds something JSON cannot.
-        """
+        """JSON-ready values, if those of `about` are; NaN, which JSON lacks, is None."""
         values = dict(vars(self)) | {name: vars(self)[name].to_dict("records") for name in FIRST}
         natural = self.natural_accuracy
         values["natural_accuracy"] = None if natural is None else natural._asdict()
         ready: dict[str, Any] = _without_nan({"format": FORMAT, "version": VERSION, **values})
-        json.dumps(ready, allow_nan=False)
         return ready
 
     @classmethod

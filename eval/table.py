@@ -65,12 +65,6 @@ class TraceTable:
     def __len__(self) -> int:
         return len(self.num_steps)
 
-    def __repr__(self) -> str:
-        return (
-            f"TraceTable({len(self)} traces of {len(self.problem_ids)} problems, "
-            f"{int(self.num_steps.sum())} steps)"
-        )
-
     @property
     def last(self) -> IntArray:
         """(N,) index of each trace's last step."""

@@ -158,18 +158,14 @@ def calibrate(
         }
     full, dial = replay_full(table), dict[str, dict[str, Any]]()
     for name in EFFORTS:
-        value, outcome = _within(outcomes, shares[name] * full.mean_tokens)
+        most = shares[name] * full.mean_tokens
+        careful = (one for one in outcomes if one[1].mean_tokens <= most)
+        value, outcome = next(careful, outcomes[-1])
         share, loss = outcome.mean_tokens / full.mean_tokens, full.accuracy - outcome.accuracy
         measured = {"tokens": outcome.mean_tokens, "share": share, "loss": loss}
         dial[name] = settings(value) | {key: round(one, 4) for key, one in measured.items()}
     _store(folder, promise, dial)
     return replace(found, efforts=dial)
-
-
-def _within(outcomes: Sequence[tuple[float, Outcome]], tokens: float) -> tuple[float, Outcome]:
-    """The most careful setting that takes no more thinking tokens; else the boldest."""
-    taken = (one for one in outcomes if one[1].mean_tokens <= tokens)
-    return next(taken, outcomes[-1])
 
 
 def tried(

@@ -78,8 +78,3 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
         interval = bootstrap_interval(values, index, replicates=400, seed=trial)
         hits += interval.low <= 0.5 <= interval.high
     assert 0.90 <= hits / 200 <= 0.985
-
-
-def test_metric_errors() -> None:
-    with pytest.raises(ValueError, match="Quantiles must be in the range"):
-        bootstrap_interval(np.zeros(2), np.array([0, 1]), level=95)

@@ -127,7 +127,6 @@ def test_trace_table() -> None:
     assert table.capped.tolist() == [False, True, False]
     assert np.isnan(table.natural_correct).tolist() == [False, True, False]
     assert table.answer_tokens.tolist() == [[2, 2, 2], [2, 0, 0], [2, 2, 0]]
-    assert repr(table) == "TraceTable(3 traces of 2 problems, 6 steps)"
 
     part = TraceTable.from_dataset(dataset.select([2, 1]))
     assert part.problem_ids == ["p0", "p1"]

@@ -118,8 +118,6 @@ def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> 
 
 
 def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no trainer_state\.json"):
-        draw_dynamics(tmp_path)
     finished_run(tmp_path, [])
     with pytest.raises(ValueError, match="has no finished stage"):
         draw_dynamics(tmp_path)
