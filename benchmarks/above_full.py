@@ -27,8 +27,7 @@ import timing
 from rich.console import Console
 from tails import Study, interval, options
 
-from ospruner.eval.limits import hindsight_oracle
-from ospruner.eval.replay import replay
+from ospruner.eval.replay import hindsight_oracle, replay
 from ospruner.eval.table import FloatArray
 from ospruner.progress import PhaseBars
 from ospruner.train.labels.loading import load_labels

@@ -42,9 +42,8 @@ from ospruner.eval.methods import (
 )
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.summary import frontier_tables
-from ospruner.eval.results import Results
+from ospruner.eval.results import Results, price_name
 from ospruner.eval.table import FloatArray
-from ospruner.eval.text import price_name
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer

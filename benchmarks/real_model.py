@@ -51,8 +51,8 @@ import timing
 from ospruner.calibrating import calibrate
 from ospruner.comparing import Judged
 from ospruner.comparing import compare as compare_labels
+from ospruner.eval.evaluation import Rule
 from ospruner.eval.frontiers import frontiers
-from ospruner.eval.intervals import Rule
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import family_thresholds
 from ospruner.eval.methods import parse_policies

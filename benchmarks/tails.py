@@ -27,8 +27,8 @@ from ospruner.comparing import Judged
 from ospruner.demo import REASONER
 from ospruner.eval.methods import price_grid
 from ospruner.eval.replay import replay
+from ospruner.eval.results import markdown_table
 from ospruner.eval.table import FloatArray
-from ospruner.eval.text import markdown_table
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
 from ospruner.train.run_folder import has_ended, record_of

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner.policy_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
-from ospruner.scoring import trunk
+from ospruner.scoring import reading
 from ospruner.train.config import StopConfig
 from ospruner.train.objective import batch_loss
 from ospruner.train.optimiser import optimizer_of
@@ -109,7 +109,7 @@ def naive(target: Target, traces: LabelledTraces) -> float:
     for b, tokens in enumerate(traces.tokens):
         ids = torch.from_numpy(tokens).to(target.model.base.device)[None]
         for end in batch.positions[b, batch.mask[b]].tolist():
-            values.append(target.model.policy(trunk(target.model, ids[:, : end + 1]))[0, -1])
+            values.append(target.model.policy(reading(target.model, ids[:, : end + 1])[0])[0, -1])
     stacked = torch.stack(values)
     logits = torch.zeros(batch.mask.shape).to(stacked)
     filled = logits.masked_scatter(batch.mask.to(stacked.device), stacked)
@@ -120,7 +120,7 @@ def padded(target: Target, traces: LabelledTraces) -> float:
     """A step with one pass a trace, in rows as long as the longest."""
     batch = traces.batch(np.arange(len(traces)))
     ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
-    hidden = trunk(target.model, ids.to(target.model.base.device))
+    hidden, _ = reading(target.model, ids.to(target.model.base.device))
     positions = batch.positions.to(hidden.device)
     outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
     return target.step(outputs, batch)

@@ -30,8 +30,7 @@ from ospruner.eval.report.pictures import (
     draw_pareto,
     furnish,
 )
-from ospruner.eval.results import ENDS, Results, prices_of
-from ospruner.eval.text import price_name
+from ospruner.eval.results import ENDS, Results, price_name, prices_of
 
 FOLDER = DOCS / "pictures"
 # Colours that a dark page takes instead: paper and ink change places, dark hues grow lighter.

@@ -34,8 +34,11 @@ API = (
         "ospruner.train.trainer",
         ("StopConfig", "StopTrainer"),
     ),
-    ("Replay", "ospruner.eval.replay", ("replay", "replay_budget", "replay_full")),
-    ("Limits", "ospruner.eval.limits", ("hindsight_oracle",)),
+    (
+        "Replay",
+        "ospruner.eval.replay",
+        ("replay", "replay_budget", "replay_full", "hindsight_oracle"),
+    ),
     ("Tables", "ospruner.eval.table", ("TraceTable",)),
 )
 

@@ -20,12 +20,11 @@ from typing import Any
 
 import pandas as pd
 
+from ospruner.eval.compare import FIXED
 from ospruner.eval.learnstop import LEARN_STOP
-from ospruner.eval.limits import FIXED
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, FULL, METHOD_NAMES, ORACLE
 from ospruner.eval.report.tables import MAIN, Column, Table
-from ospruner.eval.results import Estimate, Results, prices_of
-from ospruner.eval.text import markdown_table, price_name
+from ospruner.eval.results import Estimate, Results, markdown_table, price_name, prices_of
 
 DOCS = Path(__file__).resolve().parent
 PAGES = tuple(

@@ -35,7 +35,9 @@ THRESHOLDS = tuple(
 """Stop probabilities from careful (.999) to bold (.018), in even steps of the logit."""
 
 VARIANCE, PRIOR_PROBLEMS = 0.06, 50
-"""The first guess of D's variance, and how many problems it counts as."""
+"""The first guess of D's variance, and how many problems it counts as.
+
+They decide how much is saved, never whether the promise holds."""
 _MOST_BET = 0.75  # of the capital, at a loss of 1
 SECOND = 8  # the second sequence of tests starts this part of the way
 FORECASTS = 200  # calibrations that a forecast draws
@@ -123,7 +125,6 @@ def calibrate(
     max_loss: float,
     confidence: float = 0.95,
     *,
-    variance: float = VARIANCE,
     salt: str = "",
     looks: int = 1,
 ) -> Calibration:
@@ -139,8 +140,6 @@ def calibrate(
             bold, in an order that does not depend on these traces.
         max_loss: the accuracy that may be lost, as a share, in (0, 1).
         confidence: in (0, 1).
-        variance: a guess of D's variance, from other problems; it decides how much is saved, never
-            whether the promise holds.
         salt: names the rule and the labels. The order in which problems are bet on follows from it
             and their ids, so that nobody can try orders until one passes.
         looks: how often in all labels that grow are calibrated on, where the first promise may be
@@ -160,14 +159,14 @@ def calibrate(
     paired = all(bool(np.isin(lost, (-1.0, 0.0, 1.0)).all()) for lost in tested)
     test: Test = "exact" if paired else "betting"
     level = (1 - confidence) / looks
-    kept = int(boldest_kept([lost[None] for lost in tested], max_loss, level, test, variance)[0])
+    kept = int(boldest_kept([lost[None] for lost in tested], max_loss, level, test)[0])
     shown = max(kept, 0)
     value, outcome = outcomes[shown]
     natural = table.natural_correct
     enough = None if kept >= 0 else problems_needed(tested[0], max_loss, level / 2, test)
     while enough is not None and enough < 4 * len(order):  # these did not do: more like them must
         more = [np.resize(lost, (1, enough)) for lost in tested]
-        if enough > len(order) and boldest_kept(more, max_loss, level, test, variance)[0] >= 0:
+        if enough > len(order) and boldest_kept(more, max_loss, level, test)[0] >= 0:
             break
         enough = max(math.ceil(1.1 * enough), len(order) + 1)
     return Calibration(
@@ -189,7 +188,6 @@ def boldest_kept(
     max_loss: float,
     level: float,
     test: Test = "exact",
-    variance: float = VARIANCE,
 ) -> IntArray:
     """The boldest setting that keeps the promise in each of C calibrations.
 
@@ -204,7 +202,6 @@ def boldest_kept(
         max_loss: the accuracy that may be lost.
         level: the chance that a setting is taken that loses more.
         test: which one.
-        variance: as for `betting_rejects`.
 
     Returns:
         (C,) its number; -1 where none does.
@@ -212,10 +209,8 @@ def boldest_kept(
 
     def leading(some: Sequence[FloatArray], level: float) -> IntArray:
         """(C,) how many settings are rejected before the first that is not."""
-        if test == "exact":
-            rejected = [exact_rejects(one, max_loss, level) for one in some]
-        else:
-            rejected = [betting_rejects(one, max_loss, level, variance) for one in some]
+        rejects = exact_rejects if test == "exact" else betting_rejects
+        rejected = [rejects(one, max_loss, level) for one in some]
         found: IntArray = np.logical_and.accumulate(np.stack(rejected)).sum(axis=0)
         return found
 
@@ -232,12 +227,8 @@ def forecast(
 ) -> float:
     """What calibrations on so many problems, drawn from these with replacement, save in the mean.
 
-    Args:
-        lost: (P,) losses of the problems at hand at each of J settings, from careful to bold.
-        saved: (J,) shares of the thinking tokens.
-        problems: of one calibration.
-        max_loss: the accuracy that may be lost.
-        level: the chance that a setting is taken that loses more.
+    Settings stand from careful to bold: (P,) losses of the problems at hand at each of J, and (J,)
+    shares of the thinking tokens that they save.
     """
     picks = np.random.default_rng(problems).integers(0, len(lost[0]), (FORECASTS, problems))
     paired = all(bool(np.isin(one, (-1.0, 0.0, 1.0)).all()) for one in lost)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,24 +19,31 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from datasets import Dataset
 
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Evaluation, trace_hash
-from .frontiers import frontiers, worth_asking
-from .intervals import REPLICATES, Chosen, Rule, pool_seeds
+from .evaluation import Evaluation, Rule, chosen, pool_seeds, trace_hash, validation_scores
+from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
-from .limits import fixed_rules, hindsight_oracle, hindsight_oracle_no_loss, oracle_rules
 from .measured import Measured, Predicted, Split, family_thresholds, measure
 from .methods import FULL, ORACLE, PolicyUse
-from .metrics import AES_ABSOLUTE, AesVariant
 from .problems.problem import shared_problems, text_key
-from .recorded import SIGNALS_FILE, Method, Recorded, Signals, key_of
-from .replay import Outcome, replay, replay_full
+from .recorded import SIGNALS_FILE, Method, Recorded, key_of
+from .replay import (
+    Outcome,
+    budget_candidates,
+    hindsight_oracle,
+    hindsight_oracle_no_loss,
+    replay,
+    replay_budget,
+    replay_drop,
+    replay_full,
+    replay_step,
+)
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
+from .table import TraceTable
 
 _MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 
@@ -95,7 +102,7 @@ class Report:
         if self.recorded is not None:
             made_by = self.recorded.made_by
             if not made_by:
-                own = dataclasses.asdict(provenance(folder, seed=self.evaluation.seed))
+                own = dataclasses.asdict(provenance(folder, seed=0))
                 made_by = {name: own[name] for name in _MADE_BY}
             self.recorded.save(folder / SIGNALS_FILE, made_by)
 
@@ -107,40 +114,42 @@ def compare(
     choose_on: Split | None = None,
     train: Split | None = None,
     beside: Mapping[str, Split] = MappingProxyType({}),
-    variant: AesVariant = AES_ABSOLUTE,
-    prices: Sequence[float] | None = None,
-    settings: dict[str, Any] | None = None,
-    replicates: int = REPLICATES,
-    about: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> Report:
     """Compares methods on labelled traces.
 
     Args:
         test: the traces to measure on.
         methods: training seeds of one method and parameter are pooled.
-        choose_on: traces of other problems; see `ospruner.compare` for this and what follows.
+        choose_on: traces of other problems; see `ospruner.compare`.
         train: on which to fit LearnStop.
         beside: other labels of the test problems by the name of their row: their full traces.
-        variant: which AES chooses and is shown.
-        prices: of a token, for rewards and gaps.
         settings: of the evaluation; see `Evaluation`.
-        replicates: resamples of the frontiers' intervals.
-        about: what else the results say about themselves, JSON values.
+        more: of `Recorded`: variant, prices, replicates, about.
 
     Raises:
         ValueError: problems that are in both splits, others beside them, a family without traces to
             choose on, or labels that lack what a rule reads.
     """
-    splits = [test] if choose_on is None else [test, choose_on]
-    if choose_on is not None:
-        refuse_shared(test.dataset, choose_on.dataset)
-    found = [Signals(one.table, list(map(text_key, one.dataset["problem"]))) for one in splits]
-    found[0].beside.update({name: _in_full(name, one, test) for name, one in beside.items()})
+    if choose_on is not None and (
+        shared := shared_problems(test.dataset["problem"], choose_on.dataset["problem"])
+    ):
+        raise ValueError(
+            f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
+            "choose on: what is chosen on a problem must not be measured on it"
+        )
+    splits = [
+        dataclasses.replace(one, policies={}, rules={}, beside={})
+        for one in (test, choose_on)
+        if one is not None
+    ]
+    splits[0].beside.update({name: _in_full(name, one, test) for name, one in beside.items()})
     kept: list[Method] = []
     left_out: dict[str, str] = {}
     for method in methods:
         try:
-            _record(method, splits, found, train)
+            _record(method, splits, train)
         except ValueError as error:
             if not isinstance(method, Family) or choose_on is None or len(methods) == 1:
                 raise
@@ -150,28 +159,18 @@ def compare(
     if methods and not kept:
         raise ValueError(f"no method could be replayed: {left_out}")
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
-    return report_of(
-        Recorded(
-            methods=kept,
-            test=found[0],
-            validation=found[1] if choose_on is not None else None,
-            settings={**named, "labels": trace_hash(test.table), **(settings or {})},
-            variant=variant,
-            prices=worth_asking(test.table) if prices is None else tuple(prices),
-            replicates=replicates,
-            left_out=left_out,
-            about=about or {},
-        )
-    )
+    said = {**named, "labels": trace_hash(test.table), **settings}
+    more = {"prices": worth_asking(test.table), **more, "left_out": left_out, "settings": said}
+    return report_of(Recorded(methods=kept, splits=splits, **more))
 
 
-def refuse_shared(test: Dataset, choose_on: Dataset) -> None:
-    """Raises ValueError where a problem's text is in both."""
-    if shared := shared_problems(test["problem"], choose_on["problem"]):
-        raise ValueError(
-            f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
-            "choose on: what is chosen on a problem must not be measured on it"
-        )
+def worth_asking(table: TraceTable) -> tuple[float, ...]:
+    """Prices of a token at which the mean full trace costs a tenth, .04 and .02 of an answer.
+
+    With one digit: they suit the labels' lengths, whatever these are.
+    """
+    tokens = float(table.full_tokens.mean())
+    return tuple(float(f"{share / tokens:.0e}") for share in (0.1, 0.04, 0.02))
 
 
 def _in_full(name: str, other: Split, test: Split) -> Outcome:
@@ -192,14 +191,12 @@ def _in_full(name: str, other: Split, test: Split) -> Outcome:
     return dataclasses.replace(found, helped=helped, harmed=harmed)
 
 
-def _record(
-    method: Method, splits: Sequence[Split], found: Sequence[Signals], train: Split | None
-) -> None:
+def _record(method: Method, splits: Sequence[Split], train: Split | None) -> None:
     """Keeps what a method says on each split, once for all its settings."""
     if isinstance(method, PolicyUse):
-        for split, into in zip(splits, found, strict=True):
-            if method.path not in into.policies:
-                into.policies[method.path] = _charged(method, split)
+        for split in splits:
+            if method.path not in split.policies:
+                split.policies[method.path] = _charged(method, split)
         return
     rule, family = (method, method.family) if isinstance(method, StopRule) else (None, method)
     if len(splits) == 1 and (rule is None or family is LEARN_STOP):
@@ -207,14 +204,14 @@ def _record(
             f"{family.name!r} has no threshold, and there are no traces to choose one on: give "
             f"one, such as {family.name}:0.5, or traces to choose on (choose_on)"
         )
-    if (key := key_of(method)) not in found[0].rules:
+    if (key := key_of(method)) not in splits[0].rules:
         both: Sequence[Measured]
         if family is LEARN_STOP:
             both = learn_stop(splits[0], splits[1], train)
         else:
             both = [measure(split, family, rule) for split in splits]
-        for measured, into in zip(both, found, strict=True):
-            into.rules[key] = measured
+        for split, measured in zip(splits, both, strict=True):
+            split.rules[key] = measured
 
 
 def _charged(use: PolicyUse, split: Split) -> Predicted:
@@ -229,9 +226,9 @@ def _charged(use: PolicyUse, split: Split) -> Predicted:
 
 def report_of(recorded: Recorded) -> Report:
     """Every number of a comparison from what its methods say: no weights, no text."""
-    test, variant = recorded.test, recorded.variant
+    (test, *others), variant = recorded.splits, recorded.variant
     table = test.table
-    rules = pool_seeds(_rules_of(recorded))
+    rules = _rules_of(recorded)
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
@@ -242,20 +239,20 @@ def report_of(recorded: Recorded) -> Report:
     ]
     areas, on_frontier = frame_of([], "frontiers"), set()
     scores: dict[tuple[str, float | None], float] = {}  # AES on validation
-    if recorded.validation is not None:
-        there = recorded.validation.table
-        full = replay_full(there)
-        fixed = fixed_rules(there, table)
+    if others:
+        there = others[0].table
+        full, fixed = replay_full(there), fixed_rules(there, table)
         for of in of_method.values():
-            choice = Chosen(of, full, there.problem_index, variant)
-            found = choice.scores(1)[0].tolist()
-            scores |= {(one.method, one.parameter): x for one, x in zip(of, found, strict=True)}
+            found = validation_scores(of, full, there.problem_index, variant)
+            scores |= {
+                (one.method, one.parameter): x for one, x in zip(of, found[0].tolist(), strict=True)
+            }
             if len(of) > 1:
-                taken = choice.taken()
-                same = (taken.method, taken.parameter)
-                rules = [taken if (one.method, one.parameter) == same else one for one in rules]
+                taken, number = chosen(of, found)
+                rules[rules.index(of[number])] = taken
         for name, of in fixed.items():
-            taken = Chosen(of, full, there.problem_index, variant).taken()
+            found = validation_scores(of, full, there.problem_index, variant)
+            taken, _ = chosen(of, found)
             limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
         # Rules that anyone has, and the one that knows the grades, beside the methods.
         everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}
@@ -281,12 +278,40 @@ def report_of(recorded: Recorded) -> Report:
     return Report(evaluation, results, recorded)
 
 
+FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the end"}
+"""Rules that read nothing but lengths, and what their parameters are."""
+
+
+def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
+    """Of each kind in `FIXED` the rules to choose from, with their outcomes on both tables."""
+    steps = range(1, int(validation.num_steps.max()) + 1)
+    kinds: tuple[tuple[Callable[[TraceTable, int], Outcome], Iterable[int]], ...] = (
+        (replay_budget, budget_candidates(validation)),
+        (replay_step, steps),
+        (replay_drop, steps),
+    )
+    return {
+        name: [_rule(name, float(v), unit, [does(test, v), does(validation, v)]) for v in values]
+        for (name, unit), (does, values) in zip(FIXED.items(), kinds, strict=True)
+    }
+
+
+def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
+    """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
+    prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
+    both = test, validation
+    return [
+        _rule(ORACLE, one, "price", [hindsight_oracle(table, one) for table in both])
+        for one in prices
+    ]
+
+
 def _rules_of(recorded: Recorded) -> list[Rule]:
-    """Every setting as a rule, policies first."""
-    splits = [one for one in (recorded.test, recorded.validation) if one is not None]
+    """Every setting as a rule, its training seeds pooled, policies first."""
+    splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
     rules = []
-    for use in uses if recorded.validation is None else _with_thresholds(uses, recorded.validation):
+    for use in _with_thresholds(uses, splits[1]) if len(splits) > 1 else uses:
         found = [replay_use(use, split) for split in splits]
         rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
     for method in recorded.methods:
@@ -304,15 +329,14 @@ def _rules_of(recorded: Recorded) -> list[Rule]:
             found = [one.outcome(split.table, family, value) for one, split in both]
             rules.append(_rule(family.method or family.name, value, family.parameter_name, found))
     trained = {use.method for use in uses}  # whose rules of one name are training seeds
-    named: set[tuple[str, float | None]] = set()
-    for rule in rules:
-        if (one := (rule.method, rule.parameter)) in named and rule.method not in trained:
+    pooled = pool_seeds(rules)
+    for rule in pooled:
+        if len(rule.seeds) > 1 and rule.method not in trained:
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
-        named.add(one)
-    return rules
+    return pooled
 
 
 def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
@@ -320,7 +344,7 @@ def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outco
     return Rule(method, found[0], parameter, name, validation=tuple(found[1:]))
 
 
-def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Signals) -> list[PolicyUse]:
+def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[PolicyUse]:
     """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
 
     Each is named once for every threshold of the paper: the first stands for all. At the forced
@@ -344,7 +368,7 @@ def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Signals) -> list[Poli
     return list(found.values())
 
 
-def replay_use(use: PolicyUse, split: Signals) -> Outcome:
+def replay_use(use: PolicyUse, split: Split) -> Outcome:
     """What a policy does on labelled traces, charged for what it computes to decide."""
     said, table = split.policies[use.path], split.table
     if table.flops is not None and said.flops is not None:

@@ -15,8 +15,9 @@ states of recurrent layers are left out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,32 +68,18 @@ def heads_width(config: PreTrainedConfig) -> int:
     return int(text.num_attention_heads * head_dim)
 
 
-@dataclass(frozen=True)
-class LayerWork:
-    """What one layer computes.
+class LayerWork(NamedTuple):
+    """What one layer computes."""
 
-    Attributes:
-        token: operations of one token in the layer's matrices.
-        attended: operations for each token that it attends to; 0 for recurrent layers.
-        window: how many tokens it attends to at the most, itself included; None for all.
-    """
+    token: float  # operations of one token in the layer's matrices
+    attended: float  # operations for each token that it attends to; 0 for recurrent layers
+    window: float = math.inf  # how many tokens it attends to at the most, itself included
 
-    token: float
-    attended: float
-    window: int | None = None
-
-    def of(self, start: npt.ArrayLike, end: npt.ArrayLike) -> FloatArray:
-        """Operations of the tokens from position `start` to just before `end`; arrays broadcast."""
-        first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
-        attended = self._attended_before(last) - self._attended_before(first)
-        result: FloatArray = self.token * (last - first) + self.attended * attended
-        return result
-
-    def _attended_before(self, position: FloatArray) -> FloatArray:
-        """How many tokens all tokens before a position attend to: 1 + 2 + ... up to the window."""
-        inner = position if self.window is None else np.minimum(position, self.window)
-        result: FloatArray = inner * (inner + 1) / 2 + (position - inner) * inner
-        return result
+    def before(self, position: FloatArray) -> FloatArray:
+        """Operations of all tokens before a position: they attend to 1, 2, ... up to the window."""
+        inner = np.minimum(position, self.window)
+        attended = inner * (inner + 1) / 2 + (position - inner) * inner
+        return self.token * position + self.attended * attended
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,9 @@ class ModelWork:
             cache = caches[number] if number < len(caches) else None
             recurrent = isinstance(cache, LinearAttentionLayer)
             attends = not recurrent or isinstance(cache, _ATTENTION_TOO)
-            window = cache.sliding_window if isinstance(cache, DynamicSlidingWindowLayer) else None
+            window = math.inf
+            if isinstance(cache, DynamicSlidingWindowLayer):
+                window = cache.sliding_window
             vectors = sum(p.numel() for p in layer.parameters() if p.ndim < 2)  # added, or scale
             matrices = active_weights(layer, config) - vectors
             works.append(LayerWork(2.0 * matrices, 4.0 * heads_width(config) * attends, window))
@@ -133,8 +122,10 @@ class ModelWork:
         With `last_layers` only of so many of the last layers, as a policy's tail.
         """
         skipped = 0 if last_layers is None else len(self.layers) - last_layers
-        nothing = np.zeros(np.broadcast_shapes(np.shape(start), np.shape(end)))
-        return sum((layer.of(start, end) for layer in self.layers[skipped:]), nothing)
+        first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
+        nothing = np.zeros(np.broadcast_shapes(first.shape, last.shape))
+        passed = (layer.before(last) - layer.before(first) for layer in self.layers[skipped:])
+        return sum(passed, nothing)
 
     def answer(
         self, position: npt.ArrayLike, forced: npt.ArrayLike, tokens: npt.ArrayLike
@@ -165,12 +156,6 @@ class Compute:
     prompt_tokens: IntArray
     forced_tokens: int
 
-    @classmethod
-    def of_labels(cls, dataset: Any, work: ModelWork, forced_tokens: int) -> Compute:
-        """For labelled traces, row for row."""
-        prompts = dataset.select_columns(["prompt_ids"])["prompt_ids"]
-        return cls(work, np.array([len(ids) for ids in prompts], np.int64), forced_tokens)
-
     def trial(self, row: int, tokens: int, answer_tokens: float) -> float:
         """Operations of one trial answer of a row after so many thinking tokens."""
         position = int(self.prompt_tokens[row]) + tokens
@@ -189,15 +174,9 @@ class Compute:
     def tail(self, table: TraceTable, layers: int, queries: bool = False) -> FloatArray:
         """(N, T) operations of a tail up to each step.
 
-        Its layers run on the prompt and the thinking. Adapters and the linear head, a vector at
-        each step's end, are left out.
-
-        Args:
-            table: N labelled traces of up to T steps.
-            layers: of the tail.
-            queries: whether it is queries only, so that one token goes through its layers at each
-                step's end but the last, where nothing is decided. That it makes no keys and values
-                is left out.
+        Its layers run on the prompt and the thinking. If it is queries only, one token goes through
+        them at each step's end but the last, where nothing is decided; that it makes no keys and
+        values is left out. So are adapters and the linear head, a vector at each step's end.
         """
         ends = self._ends(table)
         if not queries:

@@ -1,6 +1,8 @@
-"""One evaluation: what rules do on the traces of one model and benchmark, and its numbers.
+"""Rules on the traces of one model and benchmark, and every number of them with its interval.
 
-All rules see the same resamples, so that differences between them are paired.
+Problems are resampled with all their traces, and with them the training seeds of a rule that has
+several; what was chosen on validation is chosen again in each resample. All rules see the same
+resamples, so that differences between them are paired.
 """
 
 from __future__ import annotations
@@ -15,18 +17,207 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .intervals import REPLICATES, Rule, bootstrap_interval, estimate, resampled_means
 from .methods import FRONTIER, ORACLE
-from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
-from .replay import Outcome
-from .results import NAMED, Results, best_rows, frame_of, main_rows
+from .metrics import AES_ABSOLUTE, AesVariant, reduction
+from .replay import Outcome, pool
+from .results import (
+    NAMED,
+    Estimate,
+    Results,
+    best_rows,
+    frame_of,
+    main_rows,
+    parameter_text,
+    price_name,
+)
 from .table import FloatArray, IntArray, TraceTable
-from .text import price_name
 
-_MEANS = [one.name for one in dataclasses.fields(Outcome)]
+REPLICATES = 2_000
+_BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
+_MEANS = tuple(one.name for one in dataclasses.fields(Outcome))
 
 Numbers = dict[str, FloatArray]
 """Numbers of one rule by name: on all traces, then on each resample, (1 + B,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One setting of a method, and what it does.
+
+    Attributes:
+        method: name of the method.
+        outcome: of its training seeds the mean.
+        parameter: what picks it from its method: a price, threshold, budget ...
+        parameter_name: "price", "threshold", "tokens", "step"; "" where there is none.
+        seeds: each training seed's outcome, where there are several.
+        validation: each training seed's outcome on the traces to choose on; empty where there are
+            none.
+        among: the rules from which validation chose it (`chosen`); its intervals then contain the
+            choice.
+        picks: (1 + B,) which of these is chosen on all validation traces, and in each resample.
+    """
+
+    method: str
+    outcome: Outcome
+    parameter: float | None = None
+    parameter_name: str = ""
+    seeds: tuple[Outcome, ...] = ()
+    validation: tuple[Outcome, ...] = ()
+    among: Sequence[Rule] = ()
+    picks: IntArray | None = None
+
+    @property
+    def setting(self) -> str:
+        """Such as "price=5e-4", "≥.70", "110 tokens", or ""."""
+        return parameter_text(self.parameter, self.parameter_name)
+
+    @property
+    def name(self) -> str:
+        """Method and setting: "OS-Pruner price=5e-4"."""
+        return f"{self.method} {self.setting}".strip()
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Each training seed's."""
+        return self.seeds or (self.outcome,)
+
+
+def pool_seeds(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules of one method and parameter as one rule, with each as a training seed.
+
+    They are on the same traces, and stay in order of first appearance.
+    """
+    groups: dict[tuple[str, float | None], list[Rule]] = {}
+    for rule in rules:
+        groups.setdefault((rule.method, rule.parameter), []).append(rule)
+    pooled = []
+    for of in groups.values():
+        seeds = tuple(rule.outcome for rule in of)
+        validation = tuple(one for rule in of for one in rule.validation)
+        pooled.append(
+            dataclasses.replace(of[0], outcome=pool(seeds), seeds=seeds, validation=validation)
+        )
+    return pooled
+
+
+def validation_scores(
+    rules: Sequence[Rule],
+    full: Outcome,
+    problem_index: IntArray,
+    variant: AesVariant = AES_ABSOLUTE,
+    replicates: int = REPLICATES,
+) -> FloatArray:
+    """(1 + B, R) the AES of rules on all traces to choose on, and in each resample.
+
+    Resamples of problems differ from the test's, those of training seeds are the same.
+    """
+    blocks = [(full,), *(rule.validation for rule in rules)]
+    names = ("tokens", "correct", "answer_tokens")
+    means = resampled(blocks, problem_index, replicates, names=names, validation=True)
+    tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
+    if variant.charge == "generated":
+        tokens = tokens + answer_tokens
+    return variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
+
+
+def chosen(rules: Sequence[Rule], scores: FloatArray) -> tuple[Rule, int]:
+    """The rule of the highest score (1 + B, R), which remembers the choice, and its number.
+
+    Of equals it is the first.
+    """
+    picks = np.nanargmax(scores, axis=1)
+    number = int(picks[0])
+    return dataclasses.replace(rules[number], among=rules, picks=picks), number
+
+
+def resampled(
+    blocks: Sequence[Sequence[Outcome]],
+    problem_index: IntArray,
+    replicates: int = REPLICATES,
+    *,
+    names: Sequence[str] = ("tokens", "correct"),
+    validation: bool = False,
+) -> FloatArray:
+    """(1 + B, R, K) each rule's means of K numbers: on all traces, and on each resample.
+
+    Args:
+        blocks: for each rule its seeds' outcomes on the same N traces.
+        problem_index: (N,) the problem of each trace.
+        replicates: B.
+        names: the numbers.
+        validation: the traces are those to choose on: their problems are drawn anew, training
+            seeds are not, for a policy is the same on all traces.
+    """
+    columns = [vars(one)[name] for block in blocks for one in block for name in names]
+    values, seed = np.column_stack(columns), 0xFFFF if validation else 0
+    means = np.concatenate(  # row 0: all traces
+        [values.mean(axis=0)[None], bootstrap_means(values, problem_index, replicates, seed)]
+    )
+    found, start = np.empty((len(means), len(blocks), len(names))), 0
+    for number, block in enumerate(blocks):
+        part = means[:, start : (start := start + len(names) * len(block))]
+        weights = seed_weights(len(block), replicates)  # (1 + B, S)
+        found[:, number] = np.einsum("bs,bsk->bk", weights, part.reshape(*weights.shape, -1))
+    return found
+
+
+def bootstrap_means(
+    values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
+) -> FloatArray:
+    """(B, K) means over traces in each resample of the problems.
+
+    Values are (N, K), K quantities of each trace. The resamples depend on the seed, on the number
+    of problems and on B only.
+    """
+    problems = int(problem_index.max()) + 1
+    sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
+    np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
+    rng = np.random.default_rng(seed)
+    uniform = np.full(problems, 1.0 / problems)
+    block = max(1, _BLOCK_ENTRIES // problems)
+    totals = np.concatenate(
+        [
+            rng.multinomial(problems, uniform, size=min(block, replicates - start)) @ sums
+            for start in range(0, replicates, block)
+        ]
+    )  # (B, K+1)
+    means: FloatArray = totals[:, :-1] / totals[:, -1:]
+    return means
+
+
+def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
+    """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
+
+    Methods of as many seeds get the same weights, so that differences stay paired.
+    """
+    rng = np.random.default_rng([0, 1 + seeds])
+    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
+    return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
+
+
+def bootstrap_interval(
+    values: FloatArray,
+    problem_index: IntArray,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> Estimate:
+    """The mean over traces of values (N,) with its percentile interval by problem.
+
+    One problem alone, or one that never varies, has no width: it is an interval of this sample, not
+    of all that may happen.
+    """
+    means = bootstrap_means(values[:, None], problem_index, replicates, seed)
+    return estimate(np.append(values.mean(), means))
+
+
+def estimate(values: FloatArray) -> Estimate:
+    """The first of (1 + B,) values with the 95 % interval of the others, NaNs left out."""
+    value, resampled = float(values[0]), values[1:]
+    finite = resampled[~np.isnan(resampled)]
+    if not finite.size:
+        return Estimate(value, float("nan"), float("nan"))
+    low, high = np.quantile(finite, [0.025, 0.975])
+    return Estimate(value, float(low), float(high))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +232,6 @@ class Evaluation:
             "online"), and whatever else has to agree before two runs may be mixed. JSON-ready.
         natural_correct: (N,) grade of the answer after the trace's own end; NaN where there is
             none. It is never mixed with forced answers.
-        seed: of the resamples.
-
-    Raises:
-        ValueError: an outcome of another number of traces.
     """
 
     rules: Sequence[Rule]
@@ -52,15 +239,6 @@ class Evaluation:
     limits: Sequence[Rule] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     natural_correct: FloatArray | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for rule in self.rules:
-            if len(rule.outcome) != len(self):
-                raise ValueError(
-                    f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
-                    f"{len(self)}"
-                )
 
     def __len__(self) -> int:
         return len(self.problem_index)
@@ -74,19 +252,18 @@ class Evaluation:
     def _means(self) -> list[Numbers]:
         """Of each rule and limit; a resample chooses again what was chosen."""
         everything = [*self.rules, *self.limits]
-        found = self._means_of([rule.outcomes for rule in everything])
-        for number, rule in enumerate(everything):
-            if rule.choice is not None:
-                picks = rule.choice.picks(REPLICATES, self.seed)
-                taken, place = np.unique(picks, return_inverse=True)
-                blocks = [rule.choice.candidates[int(k)].outcomes for k in taken]
-                means = np.stack(self._means_of(blocks))  # (U, 1 + B, K)
-                found[number] = means[place, np.arange(len(picks))]
-        return [dict(zip(_MEANS, means.T, strict=True)) for means in found]
 
-    def _means_of(self, blocks: Sequence[Sequence[Outcome]]) -> list[FloatArray]:
-        columns = [[one.columns() for one in block] for block in blocks]
-        return resampled_means(columns, self.problem_index, REPLICATES, self.seed)
+        def means_of(rules: Sequence[Rule]) -> FloatArray:
+            blocks = [rule.outcomes for rule in rules]
+            return resampled(blocks, self.problem_index, names=_MEANS)
+
+        found = means_of(everything)
+        for number, rule in enumerate(everything):
+            if rule.picks is not None:
+                taken, place = np.unique(rule.picks, return_inverse=True)
+                means = means_of([rule.among[k] for k in taken])
+                found[:, number] = means[np.arange(len(place)), place]
+        return [dict(zip(_MEANS, means.T, strict=True)) for means in found.swapaxes(0, 1)]
 
     def frame(
         self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
@@ -100,7 +277,7 @@ class Evaluation:
                 "parameter": rule.parameter,
                 "parameter_name": rule.parameter_name,
                 "setting": rule.setting,
-                "chosen": rule.choice is not None,
+                "chosen": bool(rule.among),
             }
             for name, values in _numbers(own, self._means[0], variant, prices).items():
                 row |= estimate(values).spread(name)
@@ -196,10 +373,17 @@ def _numbers(
 ) -> Numbers:
     """The numbers of a frame's row from a rule's means and those of the full traces."""
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    paid, base = generated, of_full
-    if variant.charge != "generated":
-        base = full["tokens"]
-        paid = charged_tokens(variant.charge, own["tokens"], own["flops"], base, full["flops"])
+    computed = own["flops"] / full["flops"]
+    paid, base = {
+        "thinking": (own["tokens"], full["tokens"]),
+        "generated": (generated, of_full),
+        "compute": (computed * full["tokens"], full["tokens"]),
+    }[variant.charge]
+    if np.isnan(paid).any():
+        raise ValueError(
+            "charge is 'compute', but what these rules compute was not counted: evaluate again "
+            "with this version of ospruner, or charge 'thinking'"
+        )
     with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
         after_stop = own["stopped_answer"] / own["stopped"]
         after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
@@ -220,8 +404,8 @@ def _numbers(
         "time_ratio": own["seconds"] / full["seconds"],
         "tokens_per_second": generated / own["seconds"],
         "flops": own["flops"],
-        "flops_ratio": own["flops"] / full["flops"],
-        **{f"reward@{price_name(price)}": reward(own["correct"], paid, price) for price in prices},
+        "flops_ratio": computed,
+        **{f"reward@{price_name(price)}": own["correct"] - price * paid for price in prices},
     }
 
 

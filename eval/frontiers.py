@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .intervals import REPLICATES, Chosen, Rule, estimate, resampled_points
-from .limits import hindsight_oracle
+from .evaluation import REPLICATES, Rule, estimate, resampled, validation_scores
 from .metrics import AES_ABSOLUTE, AesVariant
-from .replay import replay_full, replay_step
-from .results import frame_of
+from .replay import hindsight_oracle, replay_full, replay_step
+from .results import frame_of, price_name
 from .table import FloatArray, TraceTable
-from .text import price_name
 
 
 def hull(points: FloatArray) -> list[int]:
@@ -48,10 +46,8 @@ def hull(points: FloatArray) -> list[int]:
 
 def area(points: FloatArray) -> float:
     """Mean height of the line through (tokens, accuracy) points, (P, 2), over its length."""
-    points = points[np.argsort(points[:, 0], kind="stable")]
-    widths = np.diff(points[:, 0])
-    heights = (points[1:, 1] + points[:-1, 1]) / 2
-    return float(widths @ heights / widths.sum())
+    tokens, accuracy = points[np.argsort(points[:, 0], kind="stable")].T
+    return float(np.trapezoid(accuracy, tokens) / np.ptp(tokens))
 
 
 def tokens_for(points: FloatArray, accuracy: float) -> float:
@@ -82,7 +78,6 @@ def frontiers(
     test: TraceTable,
     prices: Sequence[float] = (),
     replicates: int = REPLICATES,
-    seed: int = 0,
     variant: AesVariant = AES_ABSOLUTE,
 ) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
@@ -95,12 +90,11 @@ def frontiers(
     validation.
 
     Args:
-        methods: rules by method, with outcomes on both; leads are the first one's.
-        validation: the validation traces, on which all is chosen.
-        test: the test traces.
+        methods: rules by method, with outcomes on both tables; leads are the first one's.
+        validation: the traces on which all is chosen.
+        test: those on which it is measured.
         prices: of a token, of the gaps.
         replicates: resamples.
-        seed: of the resamples.
         variant: the AES that chooses the first method's setting.
 
     Returns:
@@ -110,33 +104,20 @@ def frontiers(
     rows, chosen, first = [], {}, None
     ours = np.full((1 + replicates, 2), np.nan)  # tokens and accuracy of the first's setting
     oracles = [(hindsight_oracle(test, price),) for price in prices]
+    ends, test_ends = ([(replay_full(one),), (replay_step(one, 1),)] for one in (validation, test))
     for method, rules in methods.items():
-        trivial = [(replay_full(validation),), (replay_step(validation, 1),)]
-        chosen_on = resampled_points(
-            [*trivial, *(rule.validation for rule in rules)],
-            validation.problem_index,
-            replicates,
-            seed,
-            validation=True,
-        )
-        trivial = [(replay_full(test),), (replay_step(test, 1),)]
-        measured = resampled_points(
-            [*trivial, *(rule.outcomes for rule in rules), *oracles],
-            test.problem_index,
-            replicates,
-            seed,
-            validation=False,
-        )
+        blocks = [*ends, *(rule.validation for rule in rules)]
+        chosen_on = resampled(blocks, validation.problem_index, replicates, validation=True)
+        blocks = [*test_ends, *(rule.outcomes for rule in rules), *oracles]
+        measured = resampled(blocks, test.problem_index, replicates)
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
         if first is None:
             first = areas
             if rules:
-                base = replay_full(validation)
-                picks = Chosen(rules, base, validation.problem_index, variant).picks(
-                    replicates, seed
-                )
+                of = rules, ends[0][0], validation.problem_index, variant, replicates
+                picks = np.nanargmax(validation_scores(*of), axis=1)
                 ours = measured[np.arange(len(picks)), 2 + picks]
         there = _on_hull(chosen_on[0], chosen_on[0])
         row: dict[str, Any] = {"method": method, "validation_area": area(there)}
@@ -172,12 +153,3 @@ def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) 
     taken = np.take_along_axis(rewards, chosen_on.argmax(axis=1)[:, None], axis=1)[:, 0]
     share: FloatArray = (taken - rewards[:, 0]) / (oracle - rewards[:, 0])
     return share
-
-
-def worth_asking(table: TraceTable) -> tuple[float, ...]:
-    """Prices of a token at which the mean full trace costs a tenth, .04 and .02 of an answer.
-
-    With one digit: they suit the labels' lengths, whatever these are.
-    """
-    tokens = float(table.full_tokens.mean())
-    return tuple(float(f"{share / tokens:.0e}") for share in (0.1, 0.04, 0.02))

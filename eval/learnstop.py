@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-import torch
-from torch.nn import functional as F
+from scipy.optimize import minimize
+from scipy.special import expit
 
 from ospruner.rules.families import Family
 from ospruner.rules.signals import REFLECTION, StepEnd
 
 from .measured import LabelledRow, Measured, Split
-from .table import FloatArray, TraceTable
+from .table import BoolArray, FloatArray, TraceTable
 
 
 def _of_labels(end: StepEnd) -> float:
@@ -38,11 +39,8 @@ def learn_stop(
 ) -> tuple[Measured, Measured]:
     """What LearnStop says at each step of the test and of the validation traces.
 
-    Args:
-        test: the traces to measure on.
-        validation: those of other problems, to choose on.
-        train: on which to fit; None to fit on the validation traces, of which each is then scored
-            by a fit without its problem.
+    Without traces to train on it is fitted to the validation traces, of which each is then scored
+    by a fit without its problem.
 
     Raises:
         ValueError: fewer validation problems than folds.
@@ -58,9 +56,7 @@ def learn_stop(
     fold = np.random.default_rng(0).permutation(problems) % FOLDS
     held, found = fold[table.problem_index], np.zeros(table.mask.shape)
     for k in range(FOLDS):
-        rest = np.flatnonzero(held != k)
-        part = table.subset(rest)
-        weights = fit(part, features[rest, : part.mask.shape[1]])
+        weights = fit(table, features, held != k)
         found[held == k] = scores(weights, features[held == k])
     there = scores(fit(table, features), features_of(test))
     return _measured(test, there), _measured(validation, found)
@@ -122,34 +118,32 @@ def _of_answers(
     return found
 
 
-def fit(table: TraceTable, features: FloatArray) -> FloatArray:
+def fit(
+    table: TraceTable, features: FloatArray, among: BoolArray | Literal[True] = True
+) -> FloatArray:
     """(3, 1 + F) mean and deviation of features (N, T, F), and the weights; the first is the bias.
 
-    Traces cut at the token cap are left out, as in training.
+    It is fitted to the traces among these, but for those cut at the token cap, as in training.
     """
-    used = table.mask & ~table.capped[:, None]
-    rows = features[used]
-    mean, deviation = rows.mean(axis=0), rows.std(axis=0) + 1e-6
-    inputs = torch.from_numpy((rows - mean) / deviation)
-    targets = torch.from_numpy(table.correct[used])
-    weights = torch.zeros(1 + inputs.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+    used = table.mask & (among & ~table.capped)[:, None]
+    rows, right = features[used], table.correct[used]
+    mean, deviation = np.append(0, rows.mean(axis=0)), np.append(1, rows.std(axis=0) + 1e-6)
+    inputs = (np.insert(rows, 0, 1, axis=1) - mean) / deviation
+    decay = np.append(0, np.full(rows.shape[1], DECAY))  # not of the bias
 
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        logits = inputs @ weights[1:] + weights[0]
-        value = F.binary_cross_entropy_with_logits(logits, targets)
-        value = value + DECAY * weights[1:].square().sum()
-        value.backward()
-        return value
+    def loss(weights: FloatArray) -> tuple[float, FloatArray]:
+        """The mean cross-entropy and the decay, with their gradient."""
+        logits = inputs @ weights
+        entropy = np.logaddexp(0, logits) - right * logits
+        gradient = inputs.T @ (expit(logits) - right) / len(right) + 2 * decay * weights
+        return float(entropy.mean() + decay @ weights**2), gradient
 
-    optimizer.step(loss)
-    return np.stack([np.append(0, mean), np.append(1, deviation), weights.detach().numpy()])
+    weights = minimize(loss, np.zeros(len(mean)), jac=True, method="L-BFGS-B").x
+    return np.stack([mean, deviation, weights])
 
 
 def scores(fitted: FloatArray, features: FloatArray) -> FloatArray:
     """(N, T) the probability of being right at each step."""
     mean, deviation, weights = fitted
-    logits = ((features - mean[1:]) / deviation[1:]) @ weights[1:] + weights[0]
-    result: FloatArray = 1 / (1 + np.exp(-logits))
-    return result
+    found: FloatArray = expit(((features - mean[1:]) / deviation[1:]) @ weights[1:] + weights[0])
+    return found

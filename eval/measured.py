@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -101,7 +101,9 @@ def _nothing_said(use: PolicyUse) -> Predicted:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled traces, and what policies and rules need to read them.
+    """Labelled traces, what policies and rules need to read them, and what these have said.
+
+    Of a file of signals there is no dataset: nothing can be asked anew.
 
     Attributes:
         dataset: the traces.
@@ -113,6 +115,10 @@ class Split:
         thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
             labels do not keep (`thinking_entropies`); None where no base is at hand.
         said: what a policy says at each step.
+        problems: (N,) `text_key` of each trace's problem, where there is no dataset.
+        policies: what each policy's head has said, by its path.
+        rules: what each rule has measured, by `recorded.key_of`.
+        beside: what the full traces of other labels of these problems come to, by their name.
     """
 
     dataset: Any
@@ -123,6 +129,10 @@ class Split:
     same: Same = operator.eq
     thinking_entropy: Callable[[], FloatArray] | None = None
     said: Callable[[PolicyUse], Predicted] = _nothing_said
+    problems: Sequence[str] = ()
+    policies: dict[str, Predicted] = field(default_factory=dict)
+    rules: dict[str, Measured] = field(default_factory=dict)
+    beside: dict[str, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +227,7 @@ class LabelledRow:
 
 
 def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measured:
-    """What a family measures at every step of labelled traces.
-
-    Args:
-        split: the traces.
-        family: the rule, its threshold open.
-        rule: with settings of its own; None for the family's.
+    """What a family, or a rule of it with settings of its own, measures at every step of traces.
 
     Raises:
         ValueError: the labels, or what stands beside them, lack what it reads.
@@ -253,12 +258,8 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
 def family_thresholds(family: Family, signals: FloatArray, count: int = COUNT) -> tuple[float, ...]:
     """Thresholds from "at once" to "never", through values that the signal takes on these traces.
 
-    A grid written down by hand suits the scale of one signal and misses that of another.
-
-    Args:
-        family: the rule.
-        signals: of the traces to choose on; NaN is none.
-        count: thresholds, the two ends included; fewer where the signal takes fewer values.
+    A grid written down by hand suits the scale of one signal and misses that of another. NaN is no
+    signal; there are fewer thresholds where the signal takes fewer values.
     """
     within = signals[(signals > family.low) & (signals < family.high)]
     values = {*spread_values(within, count - 2), family.at_once, family.never}
@@ -288,13 +289,7 @@ def thinking_entropies(
     How sure the base was of its thinking is not in the labels; it takes a pass over each trace.
 
     In nats, each over the ENTROPY_TOKENS most likely tokens at temperature 1, as `StepEnd` gives it
-    in generate. NaN on padding.
-
-    Args:
-        base: that wrote the traces.
-        dataset: the labelled traces.
-        table: the same as arrays.
-        progress: called with phase "thinking".
+    in generate. NaN on padding. `progress` is called with phase "thinking".
     """
     found = np.full(table.mask.shape, np.nan)
     device = input_device(base)

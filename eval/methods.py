@@ -227,12 +227,8 @@ def _thresholds(config: OSPrunerConfig, how: str, spec: str) -> Sequence[float |
 def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool = False) -> None:
     """Raises ValueError where a policy was made for another base, way of thinking, task or stride.
 
-    How answers are forced (`wind_down`) is no part of what a policy reads.
-
-    Args:
-        use: the policy.
-        labels: the settings of the traces.
-        any_task: take a policy of any task, and any shape of answers.
+    How answers are forced (`wind_down`) is no part of what a policy reads. With `any_task` policies
+    of any task are taken, and any shape of answers.
     """
     config, base, revision = use.config, labels.base_model, labels.base_revision
     pinned = (_place(config.base_model_name_or_path), config.base_revision)

@@ -1,8 +1,7 @@
-"""Accuracy, tokens, AES, and the choice of an operating point: pure functions of arrays."""
+"""The accuracy-efficiency score, by which rules are chosen and compared."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -31,7 +30,9 @@ class AesVariant:
         gamma: weight of a loss in accuracy.
         relative: the accuracy difference is divided by the baseline's accuracy.
         charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper,
-            those of thinking and answer ("generated"), or "compute" (`charged_tokens`).
+            those of thinking and answer ("generated"), or "compute": the thinking tokens of a full
+            trace, scaled by what the rule computes over what the full trace does. So the full trace
+            pays the same either way, and prices keep their meaning.
     """
 
     alpha: float = 1.0
@@ -90,51 +91,6 @@ AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 """The variant that the paper's text (section 5) prints."""
 
 
-def charged_tokens(
-    charge: Charge,
-    tokens: npt.ArrayLike,
-    flops: npt.ArrayLike,
-    base_tokens: npt.ArrayLike,
-    base_flops: npt.ArrayLike,
-) -> FloatArray:
-    """The length that AES and rewards see; arrays broadcast.
-
-    With "compute" it is the thinking tokens of a full trace, scaled by what the rule computes over
-    what the full trace does: the full trace pays the same either way; prices keep their meaning.
-
-    Args:
-        charge: what is paid for.
-        tokens: mean thinking tokens.
-        flops: mean operations; NaN where not counted.
-        base_tokens: the full trace's mean thinking tokens.
-        base_flops: the full trace's mean operations.
-
-    Raises:
-        ValueError: "compute" where operations were not counted.
-    """
-    if charge == "thinking":
-        return np.asarray(tokens, np.float64)
-    ratio = np.asarray(flops, np.float64) / np.asarray(base_flops, np.float64)
-    if np.isnan(ratio).any():
-        raise ValueError(
-            "charge is 'compute', but what these rules compute was not counted: evaluate again "
-            "with this version of ospruner, or charge 'thinking'"
-        )
-    result: FloatArray = ratio * np.asarray(base_tokens, np.float64)
-    return result
-
-
 def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
     """Share of the baseline's mean thinking tokens that is saved, 1 - tokens / base_tokens."""
     return 1.0 - np.asarray(tokens, np.float64) / np.asarray(base_tokens, np.float64)
-
-
-def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, price: float) -> FloatArray:
-    """The mean reward (the paper's Eq. 2), accuracy - lambda * tokens; arrays broadcast.
-
-    Raises:
-        ValueError: the price is negative or not finite.
-    """
-    if not (math.isfinite(price) and price >= 0):
-        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
-    return np.asarray(accuracy, np.float64) - price * np.asarray(tokens, np.float64)

@@ -27,13 +27,16 @@ from ospruner.durable import replace_file
 from ospruner.rules.families import Family, StopRule
 from ospruner.rules.signals import StepEnd
 
-from .measured import Measured, Predicted
+from .evaluation import REPLICATES
+from .measured import Measured, Predicted, Split
 from .methods import PolicyUse
-from .metrics import AesVariant
+from .metrics import AES_ABSOLUTE, AesVariant
+from .problems.problem import text_key
 from .replay import Outcome
 from .table import TraceTable
 
 SIGNALS_FILE = "signals.parquet"
+_SPLITS = ("test", "validation")
 FORMAT, VERSION = "ospruner-signals", 1
 
 Method = PolicyUse | StopRule | Family
@@ -44,36 +47,17 @@ _KEPT = ("settings", "prices", "replicates", "left_out", "about")
 _FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
 
 
-@dataclass(frozen=True, eq=False)
-class Signals:
-    """What methods say on the N traces of one split.
-
-    Attributes:
-        table: the traces; charged where operations are counted.
-        problems: (N,) `text_key` of each trace's problem.
-        policies: what each policy's head says, by its path.
-        rules: what each rule measures, by `key_of`.
-        beside: what the full traces of other labels of these problems come to, by their name.
-    """
-
-    table: TraceTable
-    problems: Sequence[str]
-    policies: dict[str, Predicted] = field(default_factory=dict)
-    rules: dict[str, Measured] = field(default_factory=dict)
-    beside: dict[str, Outcome] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recorded:
     """A comparison before anything is computed.
 
     Attributes:
         methods: what is compared; those `left_out` are not among them.
-        test: what they say on the traces to measure on.
-        validation: the same on those to choose on; None where nothing is chosen.
+        splits: what they say on the traces to measure on and, where something is chosen, on those
+            to choose on.
         settings: of the evaluation; see `Evaluation`.
-        variant: which AES chooses and is shown.
         prices: of a token, for rewards and gaps.
+        variant: which AES chooses and is shown.
         replicates: resamples of the frontiers' intervals.
         left_out: why a method could not be measured, by name.
         about: what else the results say about themselves, JSON values.
@@ -81,23 +65,17 @@ class Recorded:
     """
 
     methods: Sequence[Method]
-    test: Signals
-    validation: Signals | None
+    splits: Sequence[Split]
     settings: Mapping[str, Any]
-    variant: AesVariant
     prices: Sequence[float]
-    replicates: int
+    variant: AesVariant = AES_ABSOLUTE
+    replicates: int = REPLICATES
     left_out: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path, made_by: Mapping[str, Any]) -> None:
-        """Writes the file, whole or not at all.
-
-        Args:
-            path: such as `SIGNALS_FILE` in the folder of the results.
-            made_by: what the file says of its making.
-        """
+        """Writes the file, whole or not at all, and in it what it says of its making."""
         uses = {use.path: use for use in self.methods if isinstance(use, PolicyUse)}
         # Two seeds' folders may have one name, and their paths are of one machine.
         names = {one: f"{Path(one).name.partition('#')[0]}#{n}" for n, one in enumerate(uses, 1)}
@@ -110,12 +88,12 @@ class Recorded:
                 for path, use in uses.items()
             },
             "variant": dataclasses.asdict(self.variant),
-            "beside": list(self.test.beside),
+            "beside": list(self.splits[0].beside),
             **{name: vars(self)[name] for name in _KEPT},
             "made_by": dict(made_by),
         }
-        splits = {"test": self.test, "validation": self.validation}
-        tables = [_columns(name, one, names) for name, one in splits.items() if one is not None]
+        both = zip(_SPLITS, self.splits, strict=False)
+        tables = [_columns(name, split, names) for name, split in both]
         whole = pa.concat_tables(tables, promote_options="default")
         whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
         pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
@@ -143,17 +121,15 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        splits = {}
-        for name in ("test", "validation"):
-            rows = whole.filter(pa.compute.equal(whole["split"], name))
-            beside = facts["beside"] if name == "test" else ()
-            splits[name] = _signals(rows, configs, beside) if len(rows) else None
-        if (test := splits["test"]) is None:
-            raise ValueError(f"{path} holds no test traces")
+        of_split = {name: whole.filter(pa.compute.equal(whole["split"], name)) for name in _SPLITS}
+        beside = {"test": facts["beside"]}
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
-            test=test,
-            validation=splits["validation"],
+            splits=[
+                _split(rows, configs, beside.get(name, ()))
+                for name, rows in of_split.items()
+                if len(rows)
+            ],
             variant=AesVariant(**facts["variant"]),
             made_by=facts["made_by"],
             **{name: facts[name] for name in _KEPT},
@@ -193,7 +169,7 @@ def _in_the_file(end: StepEnd) -> float:
     raise ValueError("this rule was read from a file of signals, and cannot be asked anew")
 
 
-def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
+def _columns(name: str, split: Split, names: Mapping[str, str]) -> pa.Table:
     """The rows of a split."""
     table, mask = split.table, split.table.mask
 
@@ -206,7 +182,7 @@ def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
 
     columns: dict[str, Any] = {
         "split": [name] * len(table),
-        "problem": list(split.problems),
+        "problem": list(split.problems or map(text_key, split.dataset["problem"])),
         "problem_id": [table.problem_ids[place] for place in table.problem_index],
         "family": table.families,
         "step_ends": ragged(table.lengths),
@@ -228,9 +204,7 @@ def _columns(name: str, split: Signals, names: Mapping[str, str]) -> pa.Table:
     return pa.table(columns)
 
 
-def _signals(
-    rows: pa.Table, configs: Mapping[str, OSPrunerConfig], beside: Sequence[str]
-) -> Signals:
+def _split(rows: pa.Table, configs: Mapping[str, OSPrunerConfig], beside: Sequence[str]) -> Split:
     """The split that these rows are."""
     table = TraceTable.from_dataset(Dataset(rows))
     mask = table.mask
@@ -242,30 +216,32 @@ def _signals(
         out[mask] = flat
         return out
 
-    def found(of: str, name: str) -> Any:
-        column = f"{of}: {name}"
+    def found(column: str) -> Any:
         return padded(column)[..., 0] if column in rows.column_names else None
 
-    if "flops" in rows.column_names:
-        table = dataclasses.replace(table, flops=padded("flops")[..., 0])
-    policies = {
-        name: Predicted(
-            padded(f"{name}: outputs"),
-            mask,
-            config.prices,
-            config.price,
-            found(name, "flops"),
-            found(name, "read_tokens"),
-        )
-        for name, config in configs.items()
-    }
     ends = ": signals"
     keys = [name.removesuffix(ends) for name in rows.column_names if name.endswith(ends)]
-    fields = [one.name for one in dataclasses.fields(Measured)]
-    rules = {key: Measured(*(found(key, name) for name in fields)) for key in keys}
-    numbers = [one.name for one in dataclasses.fields(Outcome)]
-    others = {
-        name: Outcome(*(rows[f"{name}: {number}"].to_numpy() for number in numbers))
-        for name in beside
-    }
-    return Signals(table, rows["problem"].to_pylist(), policies, rules, others)
+    measured, numbers = (
+        [one.name for one in dataclasses.fields(kind)] for kind in (Measured, Outcome)
+    )
+    return Split(
+        None,
+        dataclasses.replace(table, flops=found("flops")),
+        problems=rows["problem"].to_pylist(),
+        policies={
+            name: Predicted(
+                padded(f"{name}: outputs"),
+                mask,
+                config.prices,
+                config.price,
+                found(f"{name}: flops"),
+                found(f"{name}: read_tokens"),
+            )
+            for name, config in configs.items()
+        },
+        rules={key: Measured(*(found(f"{key}: {name}") for name in measured)) for key in keys},
+        beside={
+            key: Outcome(*(rows[f"{key}: {number}"].to_numpy() for number in numbers))
+            for key in beside
+        },
+    )

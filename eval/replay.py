@@ -1,13 +1,16 @@
 """Exact expected accuracy and length of stopping rules on labelled traces, without generating.
 
-A rule becomes an `Outcome`: what each trace is expected to cost and to earn under it. `results`
-summarises outcomes; `online` makes its own by generating, and they are summarised alike.
+A rule becomes an `Outcome`: what each trace is expected to cost and to earn under it. `evaluation`
+summarises outcomes; `online` makes its own by generating, and they are summarised alike. Rules are
+measured against fixed ones, which read nothing but lengths, and against hindsight, which no rule
+can beat.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -61,10 +64,6 @@ class Outcome:
     def mean_tokens(self) -> float:
         """Mean thinking tokens over traces."""
         return float(self.tokens.mean())
-
-    def with_answers(self) -> Outcome:
-        """The same, where the tokens are those of thinking and answer."""
-        return replace(self, tokens=self.tokens + self.answer_tokens)
 
     def columns(self) -> FloatArray:
         """(N, K) the fields side by side, in the order of their definition."""
@@ -216,15 +215,47 @@ def replay_step(table: TraceTable, step: int) -> Outcome:
     return replay_at(table, np.full(len(table), step - 1))
 
 
-def pool(outcomes: Sequence[Outcome]) -> Outcome:
-    """The mean outcome of several policies (training seeds) on the same traces.
+def replay_drop(table: TraceTable, paragraphs: int) -> Outcome:
+    """Leaves out so many last steps of each trace, but for the first.
+
+    Where a model writes its answer down at the end of its thinking, this is what a rule saves that
+    has learnt nothing else. No rule knows beforehand where the end is.
+    """
+    return replay_at(table, np.maximum(table.last - paragraphs, 0))
+
+
+def budget_candidates(table: TraceTable, count: int = 64) -> list[int]:
+    """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included."""
+    lengths = table.lengths[table.mask]
+    quantiles = np.quantile(lengths, np.linspace(0, 1, count), method="higher")
+    return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
+
+
+def hindsight_oracle(table: TraceTable, price: float = 0.0) -> Outcome:
+    """Stops each trace where A_i - lambda L_i is largest, at the earliest of equals.
+
+    With lambda = 0 (the limit from above) this is the highest accuracy that stopping can reach, at
+    the fewest tokens that reach it: the first right step, or the first step where none is right.
 
     Raises:
-        ValueError: no outcomes, or outcomes of different numbers of traces.
+        ValueError: the price is negative or not finite.
     """
-    if len({len(outcome) for outcome in outcomes}) != 1:
-        raise ValueError(
-            f"outcomes of {[len(outcome) for outcome in outcomes]} traces; pooling takes at least "
-            "one outcome, all on the same traces"
-        )
+    if not (math.isfinite(price) and price >= 0):
+        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
+    reward = np.where(table.mask, table.correct - price * table.lengths, -np.inf)
+    return replay_at(table, reward.argmax(axis=1))
+
+
+def hindsight_oracle_no_loss(table: TraceTable) -> Outcome:
+    """The shortest stops that leave no trace less right than in full: first i with A_i >= A_T.
+
+    Traces wrong at their end stop at their first step, so that accuracy is the full trace's or, by
+    luck of that first answer, a little more: how much length could go at no loss, gaining nothing.
+    """
+    kept = table.mask & (table.correct >= table.full_correct[:, None])
+    return replay_at(table, kept.argmax(axis=1))
+
+
+def pool(outcomes: Sequence[Outcome]) -> Outcome:
+    """The mean outcome of several policies (training seeds) on the same traces."""
     return Outcome(*np.mean([outcome.columns() for outcome in outcomes], axis=0).T)

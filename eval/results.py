@@ -1,4 +1,4 @@
-"""Numbers with intervals: one frame from the resamples to every table, and the file that holds it.
+"""Numbers with intervals: one frame from the resamples to every table, its file, numbers as text.
 
 A number x stands in three columns: x, x_low and x_high, the ends of its 95 % interval by problem;
 NaN where it was not measured. Nothing here is formatted text: every table is a view of a frame.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ospruner.durable import replace_file
 
-from .text import number_text
-
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
 ENDS = ("", "_low", "_high")
+Interval = Literal["brackets", "half", "none"]
 NAMED = ("model", "benchmark", "answer", "mode")
 """The settings by which a comparison is named."""
 
@@ -34,6 +34,12 @@ _NO_NUMBERS = {
     *("kind", "method", "parameter_name", "setting", "chosen", "frontier", "aes_label"),
     *("rule", "other", "traces", "problems"),
 }
+
+
+def number_text(value: float, digits: int, *, signed: bool = False) -> str:
+    """A number of so many decimals, without minus zero, thousands apart; – for NaN."""
+    sign = "+" if signed else ""
+    return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:{sign},.{digits}f}"
 
 
 class Estimate(NamedTuple):
@@ -52,17 +58,56 @@ class Estimate(NamedTuple):
         """The columns that hold it under a name."""
         return {name + end: number for end, number in zip(ENDS, self, strict=True)}
 
-    def text(self, scale: float, digits: int, *, signed: bool = False) -> str:
-        """Such as "71.2 [70.1, 72.3]"; – where there is none; a scale of 100 gives percent."""
-        value, low, high = (number_text(x * scale, digits, signed=signed) for x in self)
-        return f"{value} [{low}, {high}]"
+    def text(
+        self, scale: float, digits: int, *, signed: bool = False, interval: Interval = "brackets"
+    ) -> str:
+        """Such as "71.2 [70.1, 72.3]", "71.2 ±1.2" or "71.2"; – where there is none.
 
-    def short_text(self, scale: float, digits: int, *, signed: bool = False) -> str:
-        """Such as "71.2 ±1.1": the wider half of the interval, so that ± spans all of it."""
-        sides = self.value - self.low, self.high - self.value
-        half = scale * (math.nan if any(map(math.isnan, sides)) else max(sides))
-        value = number_text(self.value * scale, digits, signed=signed)
-        return f"{value} ±{number_text(half, digits)}"
+        ± is the wider half of the interval, so that it spans all of it. A scale of 100 gives
+        percent.
+        """
+        value, low, high = (number_text(x * scale, digits, signed=signed) for x in self)
+        if interval == "none" or (math.isnan(self.low) and math.isnan(self.high)):
+            return value
+        if interval == "brackets":
+            return f"{value} [{low}, {high}]"
+        half = float(np.max([self.value - self.low, self.high - self.value]))
+        return f"{value} ±{number_text(scale * half, digits)}"
+
+
+def price_name(price: float) -> str:
+    """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
+    if price == 0:
+        return "0"
+    mantissa, _, exponent = f"{price:.6e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def parameter_text(parameter: float | None, name: str) -> str:
+    """A rule's parameter as tables and pictures write it: price=5e-4, ≥.70, 110 tokens, or ""."""
+    if parameter is None:
+        return ""
+    if name == "price":
+        return f"price={price_name(parameter)}"
+    if name == "threshold" and abs(parameter) >= 2**31 - 1:  # as far as a rule's range goes
+        return f"≥{'-' * (parameter < 0)}∞"
+    if name == "threshold":
+        # Of quantiles as many digits as tell them apart.
+        digits = f"{parameter:.2f}" if round(parameter, 2) == parameter else f"{parameter:g}"
+        return f"≥{digits}".replace("0.", ".", 1)
+    if name == "step":
+        return f"step {parameter:g}"
+    if name == "nats":
+        return f"≤{parameter:.3g} nats"
+    return f"{parameter:g} {name}".rstrip()
+
+
+# Our own: pandas' to_markdown needs one more package, tabulate.
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in GitHub's markdown, all columns but the first aligned to the right."""
+    rule = [":--", *["--:"] * (len(columns) - 1)]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *lines))
 
 
 def frame_of(rows: Iterable[Mapping[str, Any]], kind: str = "frame") -> pd.DataFrame:
@@ -145,9 +190,6 @@ class Results:
         natural_accuracy: of the model's own answers, never mixed with forced ones; None where
             there are none.
         about: what else belongs to the numbers (settings, environment), JSON values.
-
-    Raises:
-        ValueError: `dataset` or `setting` is empty.
     """
 
     dataset: str
@@ -157,11 +199,6 @@ class Results:
     frontiers: pd.DataFrame = field(default_factory=lambda: frame_of([], "frontiers"))
     natural_accuracy: Estimate | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("dataset", "setting"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"{name} is empty: say what was measured, and how")
 
     @property
     def rules(self) -> pd.DataFrame:
@@ -191,16 +228,11 @@ class Results:
         return ", ".join(str(self.settings[name]) for name in NAMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values; NaN, which JSON lacks, is None.
-
-        Raises:
-            TypeError, ValueError: `about` holds something JSON cannot.
-        """
+        """JSON-ready values, if those of `about` are; NaN, which JSON lacks, is None."""
         values = dict(vars(self)) | {name: vars(self)[name].to_dict("records") for name in FIRST}
         natural = self.natural_accuracy
         values["natural_accuracy"] = None if natural is None else natural._asdict()
         ready: dict[str, Any] = _without_nan({"format": FORMAT, "version": VERSION, **values})
-        json.dumps(ready, allow_nan=False)
         return ready
 
     @classmethod

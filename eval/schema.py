@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from modeling_ospruner.configuration_ospruner import check_choice, check_integer, check_number
+
 MATH_TASK: dict[str, Any] = {"name": "math"}
 """The settings of mathematics: the task of labels and policies that name none."""
 
@@ -57,26 +59,17 @@ class LabelSettings:
     prompt_date: str = ""
 
     def __post_init__(self) -> None:
-        wanted = {
-            "task": (
-                isinstance(self.task, dict) and isinstance(self.task.get("name"), str),
-                "settings with a name",
-            ),
-            "base_model": (bool(self.base_model), "the base's name or path"),
-            "answer": (self.answer in ("forced", "free"), "'forced' or 'free'"),
-            "temperature": (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "finite and >= 0",
-            ),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-        }
+        owner = "labels"
+        if not self.base_model:
+            raise ValueError(f"{owner}: base_model is ''; it must be the base's name or path")
+        if not (isinstance(self.task, dict) and isinstance(self.task.get("name"), str)):
+            raise ValueError(f"{owner}: task is {self.task!r}; it must be settings with a name")
+        check_choice(owner, "answer", self.answer, ("forced", "free"))
+        check_number(owner, "temperature", self.temperature, 0, math.inf)
+        check_number(owner, "top_p", self.top_p, 0, 1, open_low=True)
         counts = ("samples_per_problem", "max_new_tokens", "max_answer_tokens", "step_stride")
         for name, least in {"top_k": 0, "seed": 0, **dict.fromkeys(counts, 1)}.items():
-            value = vars(self)[name]
-            wanted[name] = (type(value) is int and value >= least, f"an integer, at least {least}")
-        for name, (holds, what) in wanted.items():
-            if not holds:
-                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be {what}")
+            check_integer(owner, name, vars(self)[name], least)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready values; mathematics, and no date, are not named."""

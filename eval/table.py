@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,6 @@ class TraceTable:
     def __len__(self) -> int:
         return len(self.num_steps)
 
-    def __repr__(self) -> str:
-        return (
-            f"TraceTable({len(self)} traces of {len(self.problem_ids)} problems, "
-            f"{int(self.num_steps.sum())} steps)"
-        )
-
     @property
     def last(self) -> IntArray:
         """(N,) index of each trace's last step."""
@@ -85,27 +79,6 @@ class TraceTable:
     def full_tokens(self) -> IntArray:
         """(N,) thinking tokens of the whole trace."""
         return self.lengths[np.arange(len(self)), self.last]
-
-    def subset(self, rows: npt.ArrayLike) -> TraceTable:
-        """The traces of the given row numbers or boolean selection, steps trimmed to the longest.
-
-        Raises:
-            ValueError: no row is selected.
-        """
-        selection = np.asarray(rows)
-        if not selection.size or (selection.dtype == np.bool_ and not selection.any()):
-            raise ValueError("rows selects no trace; a table needs at least one")
-        chosen = np.arange(len(self))[selection]
-        steps = int(self.num_steps[chosen].max())
-        arrays = {
-            name: value[chosen, :steps] if value.ndim == 2 else value[chosen]
-            for name, value in vars(self).items()
-            if isinstance(value, np.ndarray)
-        }
-        index, problems = pd.factorize(np.array(self.problem_ids, object)[arrays["problem_index"]])
-        arrays["problem_index"] = index.astype(np.int64)
-        families = [self.families[row] for row in chosen]
-        return replace(self, **arrays, problem_ids=list(problems), families=families)
 
     @classmethod
     def from_dataset(cls, dataset: Any) -> TraceTable:

@@ -17,8 +17,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
-from ospruner.eval.results import RESULTS_FILE, Estimate, Results
-from ospruner.eval.text import markdown_table
+from ospruner.eval.results import RESULTS_FILE, Estimate, Results, markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
 from ospruner.train.labels.card import PREFIX_COLUMNS, card_configs
 from ospruner.train.labels.features import COLUMNS

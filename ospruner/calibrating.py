@@ -28,7 +28,7 @@ from ospruner.durable import replace_file
 from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.measured import measure
-from ospruner.eval.methods import PolicyUse, parse_policies, price_grid
+from ospruner.eval.methods import PolicyUse, parse_policies, price_grid, refuse_other_base
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import Outcome, replay, replay_full, stop_weights
@@ -115,7 +115,8 @@ def calibrate(
     if not isinstance(policy, str | Path):
         return _of_rule(Family.of(policy), values, labels, max_loss, confidence, mode)
     if is_rule(str(policy)) and not Path(policy).is_dir():
-        return _of_rule(policy, values, labels, max_loss, confidence, mode)
+        rule = parse_rule(str(policy))
+        return _of_rule(rule, values, labels, max_loss, confidence, mode)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     ours = Judged(labels, base, device=device, states=states, progress=progress)
@@ -129,7 +130,7 @@ def calibrate(
         )
     if values is not None:
         _refuse_order(values, known)
-    ours.refuse(use)
+    refuse_other_base(use, ours.settings)
     _refuse_own(folder, use, ours)
     table, outcomes = tried(ours, use, mode, values)
     salt = f"{file_hash(folder / WEIGHTS)}/{ours.labels.data_hash}"
@@ -157,7 +158,9 @@ def calibrate(
         }
     full, dial = replay_full(table), dict[str, dict[str, Any]]()
     for name in EFFORTS:
-        value, outcome = _within(outcomes, shares[name] * full.mean_tokens)
+        most = shares[name] * full.mean_tokens
+        careful = (one for one in outcomes if one[1].mean_tokens <= most)
+        value, outcome = next(careful, outcomes[-1])
         share, loss = outcome.mean_tokens / full.mean_tokens, full.accuracy - outcome.accuracy
         measured = {"tokens": outcome.mean_tokens, "share": share, "loss": loss}
         dial[name] = settings(value) | {key: round(one, 4) for key, one in measured.items()}
@@ -165,22 +168,12 @@ def calibrate(
     return replace(found, efforts=dial)
 
 
-def _within(outcomes: Sequence[tuple[float, Outcome]], tokens: float) -> tuple[float, Outcome]:
-    """The most careful setting that takes no more thinking tokens; else the boldest."""
-    taken = (one for one in outcomes if one[1].mean_tokens <= tokens)
-    return next(taken, outcomes[-1])
-
-
 def tried(
     ours: Judged, use: PolicyUse, mode: str = "threshold", values: Sequence[float] | None = None
 ) -> tuple[TraceTable, list[tuple[float, Outcome]]]:
     """What a policy does on labels at each setting that a calibration tries, from careful to bold.
 
-    Args:
-        ours: the labels.
-        use: the policy.
-        mode: as for `calibrate`.
-        values: as for `calibrate`.
+    Mode and values are those of `calibrate`.
     """
     known, said = use.config.prices, ours.predicted(use.path)
     if values is None:
@@ -199,7 +192,7 @@ def _setting(
 
 
 def _of_rule(
-    rule: str | Path | Family,
+    kind: StopRule | Family,
     values: Sequence[float] | None,
     labels: Any,
     max_loss: float,
@@ -207,9 +200,8 @@ def _of_rule(
     mode: str,
 ) -> Calibration:
     """The boldest threshold of a rule without training that keeps a promise."""
-    kind = rule if isinstance(rule, Family) else parse_rule(str(rule))
     if isinstance(kind, StopRule):
-        raise ValueError(f"{rule!r} has a threshold: give the name alone, and values to try")
+        raise ValueError(f"{kind!r} has a threshold: give the name alone, and values to try")
     if mode != "threshold":
         raise ValueError(
             f"mode is {mode!r}; a rule such as {kind.name} does not draw: leave it out"
@@ -302,13 +294,8 @@ def _disagreement(
     """How often answers at the stop differ from those at the end, at the most, as a server sees it.
 
     The mean m over n problems is exceeded so far with probability `level` at most: the bound u has
-    n KL(m, u) = ln(1 / level) (Hoeffding 1963, theorem 1), whatever the values in [0, 1].
-
-    Args:
-        ours: N traces of up to T steps.
-        table: of the same.
-        weights: (N, T) how probably each trace stops at each step.
-        level: the chance that it is more; of one of the settings that were tried.
+    n KL(m, u) = ln(1 / level) (Hoeffding 1963, theorem 1), whatever the values in [0, 1]. Weights
+    (N, T) are how probably each trace stops at each step.
     """
     differ = np.zeros_like(weights)
     for row, answers in zip(differ, ours.traces["forced_answers"], strict=True):

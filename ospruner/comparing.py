@@ -24,15 +24,14 @@ from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import Report, report_of
+from ospruner.eval.compare import Report, report_of, worth_asking
 from ospruner.eval.compute import Compute, ModelWork
-from ospruner.eval.frontiers import worth_asking
-from ospruner.eval.intervals import REPLICATES
+from ospruner.eval.evaluation import REPLICATES
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
-from ospruner.eval.online import Generator, OnlineProblems, evaluate_online
+from ospruner.eval.online import Generator, evaluate_online, labelled_problems
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.recorded import Method, Recorded
 from ospruner.eval.schema import LabelSettings
@@ -127,7 +126,8 @@ class Judged:
         """The traces, charged for what they compute, as `eval.compare` reads them."""
         suffix_tokens = len(self.token_format.forced_suffix(self.settings.answer))
         config = AutoConfig.from_pretrained(self.where[0], revision=self.where[1])
-        compute = Compute.of_labels(self.traces, ModelWork.of_config(config), suffix_tokens)
+        prompts = np.array([len(ids) for ids in self.traces["prompt_ids"]], np.int64)
+        compute = Compute(ModelWork.of_config(config), prompts, suffix_tokens)
         table = compute.charge(TraceTable.from_dataset(self.traces))
         return Split(
             self.traces,
@@ -148,10 +148,6 @@ class Judged:
     @cached_property
     def _kept(self) -> LabelledTraces:
         return LabelledTraces.from_dataset(self.traces, self._states)
-
-    def refuse(self, use: PolicyUse, across_tasks: bool = False) -> None:
-        """Raises ValueError where a policy is of another base, format, stride or task."""
-        refuse_other_base(use, self.settings, any_task=across_tasks)
 
     def predicted(self, path: str) -> Predicted:
         """What a policy's head says; it runs once for all thresholds and prices."""
@@ -197,16 +193,6 @@ class Judged:
             "mean": float(np.mean(differences)),
             "largest": max(differences),
         }
-
-    def generator(self, settings: LabelSettings) -> Generator:
-        """Generates on the labels' problems.
-
-        Args:
-            settings: the labels', with seed and samples of this run.
-        """
-        task = open_task(settings.task)
-        task.check()
-        return Generator(self.model, self.tokenizer, self.token_format, task, settings)
 
     def _verdicts(self, path: str) -> Predicted:
         """FlashThink's; all that the verifier reads until a stop is charged."""
@@ -307,25 +293,28 @@ def compare(
     for use in uses.values():
         # A verifier's base is its own; it knows whose traces it read.
         if online or use.config.method != "flashthink":
-            ours.refuse(use, across_tasks)
+            refuse_other_base(use, ours.settings, any_task=across_tasks)
     named = {
         "model": model or Path(ours.settings.base_model).name,
         "benchmark": benchmark or Path(ours.name).name,
     }
+    asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
     if online:
         settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
         taken = [_generated(one) for one in wanted]
+        task = open_task(settings.task)
+        task.check()
+        generator = Generator(ours.model, ours.tokenizer, ours.token_format, task, settings)
         evaluation = evaluate_online(
-            OnlineProblems.of_labels(ours.traces, limit),
+            labelled_problems(ours.traces, limit),
             taken,
-            ours.generator(settings).run,
+            generator.run,
             settings,
             named,
             out,
             batch_problems=batch_problems,
             progress=progress,
         )
-        asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
         return Report(evaluation, evaluation.results(variant, asked_prices))
     theirs, fitted = None, None
     if choose_on is not None:
@@ -345,7 +334,7 @@ def compare(
         train=fitted,
         beside=others,
         variant=variant,
-        prices=rewards_at,
+        prices=asked_prices,
         settings=named | answer,
         replicates=replicates,
         about=about,

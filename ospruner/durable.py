@@ -57,20 +57,6 @@ def room_needed(path: Path) -> Iterator[None]:
         ) from error
 
 
-def append_durably(path: Path, content: bytes) -> None:
-    """Appends to a file; a failure leaves the file as it was."""
-    with path.open("ab", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(before)
-            raise
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which takes the path's place, atomically and durably, when all went well.

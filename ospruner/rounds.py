@@ -28,8 +28,8 @@ from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay_full
-from ospruner.eval.report.page import write_report
 from ospruner.eval.report.pictures import draw_rounds
+from ospruner.eval.report.summary import write_report
 from ospruner.eval.table import FloatArray
 from ospruner.formats import named
 from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ospruner.eval.results import Estimate
-from ospruner.eval.text import parameter_text
+from ospruner.eval.results import Estimate, parameter_text
 
 
 def around(value: float, half: float) -> Estimate:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ospruner.eval.results import price_name
 from ospruner.eval.table import TraceTable
-from ospruner.eval.text import price_name
 
 from .prices import chosen_prices
 

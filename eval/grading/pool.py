@@ -59,12 +59,9 @@ class GradingPool:
             self.idle.put(None)
 
     def compare(self, reference: str, answer: str, seconds: float) -> Verdict:
-        """One worker's verdict; waits for one to be free.
+        """One worker's verdict on the contents of two boxes; waits for one to be free.
 
-        Args:
-            reference: the content of a box.
-            answer: the content of another.
-            seconds: what one parse or one comparison may take.
+        One parse, or one comparison, may take so many seconds.
 
         Raises:
             RuntimeError: no worker can be started.

@@ -238,12 +238,7 @@ def answer_of(
 ) -> tuple[list[int], list[int]]:
     """Takes thinking and answer of a reply apart, by the ids of its markers.
 
-    Of a model that thinks in its reply, all of it is the answer.
-
-    Args:
-        fmt: how the base writes its thinking.
-        prompt: the prompt's ids.
-        ids: the reply's, without what ends the text.
+    Of a model that thinks in its reply, all of it is the answer. What ends the text is left out.
     """
     kept = list(ids)
     if not fmt.format.think_end:

@@ -8,6 +8,8 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from modeling_ospruner.configuration_ospruner import check_choice
+
 from .problem import Problem
 from .task import Task
 
@@ -46,12 +48,8 @@ class Choice(Task):
 
     def __init__(self, prompt: str = "default", force: str = "box", labels: str = "letter") -> None:
         super().__init__(prompt)
-        for name, given, allowed in (
-            ("force", force, ("box", "answer")),
-            ("labels", labels, ("letter", "probability", "decoded")),
-        ):
-            if given not in allowed:
-                raise ValueError(f"choice: {name} is {given!r}; it must be one of {allowed}")
+        check_choice("choice", "force", force, ("box", "answer"))
+        check_choice("choice", "labels", labels, ("letter", "probability", "decoded"))
         self.force = force
         self.labels = labels
         self.labels_expect = labels == "probability"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from modeling_ospruner.configuration_ospruner import check_choice
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
 from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, grade, read_box
@@ -118,8 +119,7 @@ class Task:
     labels_expect: bool = False
 
     def __init__(self, prompt: str = "default") -> None:
-        if prompt not in PROMPT_PRESETS:
-            raise ValueError(f"prompt is {prompt!r}; it must be one of {list(PROMPT_PRESETS)}")
+        check_choice("task", "prompt", prompt, list(PROMPT_PRESETS))
         self.prompt = prompt
 
     @property

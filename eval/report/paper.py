@@ -92,10 +92,7 @@ def with_published(
 ) -> pd.DataFrame:
     """A comparison's rules with what the paper prints of the same method and parameter.
 
-    Args:
-        results: what was measured.
-        model: the paper's name of the model, where ours is called otherwise.
-        benchmark: the paper's name of the benchmark, likewise.
+    The paper's names of model and benchmark are given where ours are called otherwise.
 
     Returns:
         As `Results.rules`, and the numbers of `published`, NaN where the paper has none.
@@ -155,8 +152,8 @@ def print_comparison(
         folder: comparisons; None prints the paper's Table 1 and its AES recomputed.
         console: where to print.
         paper: compare with the paper.
-        model: the paper's name of the model, where ours is called otherwise.
-        benchmark: the paper's name of the benchmark, likewise.
+        model: see `with_published`.
+        benchmark: likewise.
         json_file: where to write the numbers too: a list of `Results`, the published ones in
             `about`; of Table 1 a list of its cells.
 

@@ -17,7 +17,7 @@ import pandas as pd
 from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..text import price_name
+from ..results import price_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,12 +51,7 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
     Args:
         panels: heading -> results on the same traces, as `Results.frame`; a panel for each.
         title: above the picture.
-
-    Raises:
-        ValueError: no panels, or one without results.
     """
-    if not panels or any(frame.empty for frame in panels.values()):
-        raise ValueError("panels lacks results: there is nothing to draw")
     wide = min(COLUMNS, len(panels))
     high = -(-len(panels) // wide)
     figure = _figure(*((8.2, 5.4) if len(panels) == 1 else (5.4 * wide, 3.9 * high)))
@@ -115,13 +110,8 @@ def plot_results(
 ) -> None:
     """Accuracy against thinking tokens: each method's settings joined, on their 95 % band.
 
-    The full trace's accuracy is a line across; what is `chosen` is ringed.
-
-    Args:
-        axes: where to draw.
-        frame: results on the same traces, as `Results.frame`.
-        styles: of `assign_styles`.
-        small: lines alone, for an overview.
+    The full trace's accuracy is a line across; what is `chosen` is ringed. `small` draws lines
+    alone, for an overview. Frames are as `Results.frame`, on the same traces.
     """
     for name, of_method in frame.groupby("method", sort=False):
         rows, look = of_method.sort_values("tokens", kind="stable"), dict(styles[str(name)])
@@ -182,10 +172,6 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
 
     Drawn over optimiser steps: where the run validated (`eval_strategy`), and at each stage's end.
 
-    Args:
-        run_folder: a folder of `ospruner train`, of a finished run.
-        title: above the picture.
-
     Raises:
         ValueError: the folder holds no finished run.
     """
@@ -237,8 +223,6 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
 
 def _read_log(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, bool]:
     """A run's stages, "step" being their ends; its validations; whether it is of every price."""
-    if not (folder / "trainer_state.json").is_file():
-        raise ValueError(f"{folder} has no trainer_state.json: give the folder of a finished run")
     way_out = "the policies beside it are whole; only the picture of their training is lost"
     record = read_checked(folder / "run.json", way_out)
     if not record.get("policies"):
@@ -257,9 +241,7 @@ def _read_log(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, bool]:
 def draw_rounds(rounds: Sequence[Mapping[str, float]], title: str) -> Figure:
     """What each round of labels saved at the promise, and what twice as many were expected to.
 
-    Args:
-        rounds: "problems", and the shares "saved", "frontier" and "expected" of each.
-        title: above the picture.
+    Of each are given its "problems", and the shares "saved", "frontier" and "expected".
     """
     figure = _figure(6.4, 4.0)
     axes = figure.add_subplot()

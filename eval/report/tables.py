@@ -18,13 +18,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..methods import FULL
-from ..results import ENDS, Estimate, Results
+from ..results import ENDS, Estimate, Interval, Results, markdown_table
 from ..schema import MATH_TASK
-from ..text import markdown_table, number_text
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
-Interval = Literal["brackets", "half", "none"]
 INTERVALS = "95 % intervals by problem (± is the wider half)"
 
 
@@ -49,14 +47,6 @@ class Column:
     best: Literal["", "high", "low"] = ""
     signed: bool = False
     narrow: bool = False
-
-    def text(self, number: Sequence[float], interval: Interval) -> str:
-        """A number and its ends as "71.2 [70.1, 72.3]", "71.2 ±1.2" or "71.2"; – for none."""
-        if interval == "none" or np.isnan(number[1:]).all():
-            return number_text(number[0] * self.scale, self.digits, signed=self.signed)
-        found = Estimate(*number)
-        write = found.short_text if interval == "half" else found.text
-        return write(self.scale, self.digits, signed=self.signed)
 
 
 ACCURACY = Column("Acc", "accuracy", 100, 1, "high")
@@ -132,8 +122,8 @@ class Table:
         """The numbers as text; columns (group, name)."""
         found = {
             (group, one.name): [
-                one.text(number, interval)
-                for number in self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
+                Estimate(*row).text(one.scale, one.digits, signed=one.signed, interval=interval)
+                for row in self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
             ]
             for group, one in self._shown
         }
@@ -278,13 +268,8 @@ def _grid(
     """A table with a group of columns for each benchmark and, of several, their mean.
 
     The mean is of independent benchmarks, so that half-widths add in squares; a row that a
-    benchmark lacks has none. Compute stands in it where it was counted.
-
-    Args:
-        frame: of `grid_frame`.
-        rows: columns of the frame whose values name a row.
-        columns: of each group.
-        more: of `Table`.
+    benchmark lacks has none. Compute stands in it where it was counted. Rows are named by columns
+    of the frame, which is one of `grid_frame`.
     """
     if not frame["flops_ratio"].isna().all():
         columns = [*columns, COMPUTE]
@@ -309,11 +294,8 @@ def _grid(
 def best_aes_table(frame: pd.DataFrame) -> Table:
     """Table 1: each method at the setting that validation chose, else at its best AES.
 
-    Args:
-        frame: of `grid_frame`, of one kind of answers: the two are never mixed.
-
     Raises:
-        ValueError: both kinds of answers.
+        ValueError: both kinds of answers, which are never mixed.
     """
     frame, answer = _of_one_answer(frame)
     settings = [frame[name] for name in (MODEL, BENCHMARK, "method")]
@@ -338,12 +320,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
 
 
 def full_table(frame: pd.DataFrame, model: str) -> Table:
-    """The appendix' table of one model: every rule at every parameter.
-
-    Args:
-        frame: of `grid_frame`, of one kind of answers.
-        model: one of the frame's.
-    """
+    """The appendix' table of one model: every rule at every parameter."""
     frame, answer = _of_one_answer(frame)
     columns = [replace(ACCURACY, best="")]
     if answer == "free":  # lengths are of thinking and answer together

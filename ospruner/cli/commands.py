@@ -281,9 +281,8 @@ def compare(
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import AesVariant
-    from ospruner.eval.report.page import write_report
     from ospruner.eval.report.paper import print_comparison
-    from ospruner.eval.report.summary import print_results
+    from ospruner.eval.report.summary import print_results, write_report
 
     said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("results.json"))

@@ -12,9 +12,8 @@ from ospruner.cli import app
 from ospruner.demo.demo import PRICES, QUICK, STANDARD, claims, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
-from ospruner.eval.results import Results, frame_of
+from ospruner.eval.results import Results, frame_of, price_name
 from ospruner.eval.table import TraceTable
-from ospruner.eval.text import price_name
 from ospruner.hub_cards.verify import verify
 from ospruner.train.labels.loading import load_labels
 

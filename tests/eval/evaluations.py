@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import Rule
+from ospruner.eval.evaluation import Evaluation, Rule
 from ospruner.eval.measured import Split, measure
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome

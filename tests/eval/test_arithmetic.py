@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ def test_a_decoded_token_costs_what_torch_counts(tiny_base: Qwen2ForCausalLM) ->
 
 
 def test_a_layer_by_hand() -> None:
-    layer = LayerWork(token=100, attended=10)
-    assert layer.of(0, 4) == 400 + 10 * (1 + 2 + 3 + 4)
-    assert layer.of(2, 4) == 200 + 10 * (3 + 4)
-    windowed = LayerWork(token=100, attended=10, window=3)
-    assert windowed.of(0, 6) == 600 + 10 * (1 + 2 + 3 + 3 + 3 + 3)
-    np.testing.assert_array_equal(windowed.of([0, 4], [6, 6]), [750, 260])
+    work = ModelWork((LayerWork(token=100, attended=10),), logits=0)
+    assert work.read(0, 4) == 400 + 10 * (1 + 2 + 3 + 4)
+    assert work.read(2, 4) == 200 + 10 * (3 + 4)
+    windowed = ModelWork((LayerWork(token=100, attended=10, window=3),), logits=0)
+    assert windowed.read(0, 6) == 600 + 10 * (1 + 2 + 3 + 3 + 3 + 3)
+    np.testing.assert_array_equal(windowed.read([0, 4], [6, 6]), [750, 260])
 
 
 def test_an_answer_by_hand() -> None:
@@ -61,7 +62,7 @@ def test_windows_are_read_from_the_configuration() -> None:
     windowed = ModelWork.of_config(MistralConfig(**small, sliding_window=8))
     assert [layer.window for layer in windowed.layers] == [8, 8]
     whole = ModelWork.of_config(MistralConfig(**small, sliding_window=None))
-    assert [layer.window for layer in whole.layers] == [None, None]
+    assert [layer.window for layer in whole.layers] == [math.inf, math.inf]
     # A head's width of its own: 2 heads of 32 numbers on a width of 16.
     wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
     assert wide.layers[0].attended == 4 * 2 * 32

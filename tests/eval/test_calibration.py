@@ -113,7 +113,7 @@ def test_the_search_over_expected_losses_keeps_its_word() -> None:
         settings = [
             (share, replay(traces, np.tile([1 - share, 0.0], (400, 1)))) for share in mixing
         ]
-        found = calibrate(traces, settings, limit, variance=0.005)
+        found = calibrate(traces, settings, limit)
         assert found.test == "betting"
         assert found.natural_accuracy is None
         served.append(-1 if found.value is None else mixing.index(found.value))

@@ -15,9 +15,9 @@ from ospruner.eval.compare import Report, compare, replay_use
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
 from ospruner.eval.methods import PolicyUse, parse_policies
-from ospruner.eval.recorded import Method, Signals
+from ospruner.eval.recorded import Method
 from ospruner.eval.replay import replay, replay_full, replay_step
-from ospruner.eval.report.page import write_report
+from ospruner.eval.report.summary import write_report
 from ospruner.eval.results import Results
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
 from ospruner.rules import Family
@@ -189,10 +189,10 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
     one, read = TEST.said(use), 3 * TEST.table.lengths
     reading = dataclasses.replace(one, read_tokens=read, flops=np.asarray(2.0 * read))
-    outcome = replay_use(use, Signals(table, [], {use.path: reading}))
+    outcome = replay_use(use, Split(None, table, policies={use.path: reading}))
     np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
     np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
-    free = replay_use(use, Signals(TEST.table, [], {use.path: one}))
+    free = replay_use(use, Split(None, TEST.table, policies={use.path: one}))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
 

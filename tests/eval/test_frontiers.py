@@ -8,10 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ospruner.eval.frontiers import frontiers, hull, worth_asking
-from ospruner.eval.intervals import Rule
-from ospruner.eval.limits import hindsight_oracle
-from ospruner.eval.replay import Outcome, pool, replay_at, replay_full, replay_step
+from ospruner.eval.compare import worth_asking
+from ospruner.eval.evaluation import Rule
+from ospruner.eval.frontiers import frontiers, hull
+from ospruner.eval.replay import (
+    Outcome,
+    hindsight_oracle,
+    pool,
+    replay_at,
+    replay_full,
+    replay_step,
+)
 from ospruner.eval.results import Estimate
 from ospruner.eval.table import TraceTable
 

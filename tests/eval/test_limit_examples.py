@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ospruner.eval.limits import hindsight_oracle
-from ospruner.eval.replay import replay
+from ospruner.eval.replay import hindsight_oracle, replay
 
 from .evaluations import make_table
 

@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import Chosen, Rule
-from ospruner.eval.limits import (
-    FIXED,
+from ospruner.eval.compare import FIXED, fixed_rules
+from ospruner.eval.evaluation import Evaluation, Rule, chosen, validation_scores
+from ospruner.eval.metrics import AES_ABSOLUTE
+from ospruner.eval.replay import (
+    Outcome,
     budget_candidates,
-    fixed_rules,
     hindsight_oracle,
     hindsight_oracle_no_loss,
+    replay,
+    replay_at,
+    replay_budget,
     replay_drop,
+    replay_full,
+    replay_step,
 )
-from ospruner.eval.metrics import AES_ABSOLUTE
-from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
 
 from .evaluations import make_table
 
@@ -77,23 +80,26 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
         ("fixed step", replay_step, range(1, 10)),
         ("fixed drop", replay_drop, range(1, 10)),
     ):
-        rule = Chosen(found[name], full, validation.problem_index).taken()
-        assert rule.parameter is not None
-        chosen = int(rule.parameter)
-        assert score(replayed(validation, chosen)) == max(
-            score(replayed(validation, value)) for value in values
+        rule, _ = chosen(
+            found[name], validation_scores(found[name], full, validation.problem_index)
         )
-        assert rule.outcome.tokens.tolist() == replayed(test, chosen).tokens.tolist()
+        assert rule.parameter is not None
+        value = int(rule.parameter)
+        assert score(replayed(validation, value)) == max(
+            score(replayed(validation, one)) for one in values
+        )
+        assert rule.outcome.tokens.tolist() == replayed(test, value).tokens.tolist()
 
 
 def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
     validation, test = make_table(seed=3, traces=20), make_table(seed=4)
     steps = fixed_rules(validation, test)["fixed step"]
-    chosen = Chosen(steps, replay_full(validation), validation.problem_index).taken()
-    assert chosen.choice is not None
-    assert len(set(chosen.choice.picks(200).tolist())) > 1
-    held = replace(chosen, choice=None)
-    rules = [Rule("full", replay_full(test)), chosen, held]
+    scores = validation_scores(steps, replay_full(validation), validation.problem_index)
+    taken, _ = chosen(steps, scores)
+    assert taken.picks is not None
+    assert len(set(taken.picks[:201].tolist())) > 1
+    held = replace(taken, among=(), picks=None)
+    rules = [Rule("full", replay_full(test)), taken, held]
     frame = Evaluation(rules, test.problem_index).frame()[1:]
     assert frame["tokens"][1] == frame["tokens"][2]
     wide, narrow = frame["tokens_high"] - frame["tokens_low"]

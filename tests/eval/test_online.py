@@ -19,10 +19,15 @@ from ospruner import comparing, rules
 from ospruner.comparing import Judged, compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.eval.compare import Report
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import bootstrap_interval
+from ospruner.eval.evaluation import Evaluation, bootstrap_means
 from ospruner.eval.methods import PolicyUse, parse_policies
-from ospruner.eval.online import Generator, OnlineProblems, SampleRow, evaluate_online, read_journal
+from ospruner.eval.online import (
+    Generator,
+    OnlineProblem,
+    SampleRow,
+    evaluate_online,
+    labelled_problems,
+)
 from ospruner.eval.problems.task import Math
 from ospruner.eval.report.summary import told
 from ospruner.eval.schema import LabelSettings
@@ -38,7 +43,7 @@ SETTINGS = LabelSettings(
     max_answer_tokens=MAX_ANSWER_TOKENS,
 )
 GREEDY = dataclasses.replace(SETTINGS, samples_per_problem=1, temperature=0.0)
-PROBLEMS = [OnlineProblems(problem, [5]) for problem in draw_split("test", 5, 0)]
+PROBLEMS = [OnlineProblem(problem, [5]) for problem in draw_split("test", 5, 0)]
 
 
 class Counting:
@@ -48,7 +53,7 @@ class Counting:
         self.runs: list[tuple[str, int]] = []
         self.fail_at = fail_at
 
-    def __call__(self, how: Any, batch: Sequence[OnlineProblems], first: int) -> list[SampleRow]:
+    def __call__(self, how: Any, batch: Sequence[OnlineProblem], first: int) -> list[SampleRow]:
         if len(self.runs) == self.fail_at:
             raise KeyboardInterrupt
         self.runs.append(("full" if how is None else f"{how.threshold:g}", first))
@@ -77,9 +82,7 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
     broken = Counting(fail_at=3)
     with pytest.raises(KeyboardInterrupt):
         evaluate(tmp_path / "run", broken)
-    (journal,) = (tmp_path / "run").glob("online-*.jsonl")
-    with journal.open("ab") as file:
-        file.write(b'{"method": "torn')  # as a kill in mid-line leaves it
+    assert len(list((tmp_path / "run" / "online").iterdir())) == 3  # each written whole
     again = Counting()
     evaluation = evaluate(tmp_path / "run", again)
     wanted = [(name, start) for name in ("full", "40") for start in (0, 2, 4)]
@@ -105,16 +108,16 @@ def test_what_rows_say_is_what_results_say(tmp_path: Path) -> None:
 
 def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> None:
     evaluation = evaluate(tmp_path, Counting())
-    (journal,) = tmp_path.glob("online-*.jsonl")
+    kept = min((tmp_path / "online").iterdir())
     other = Counting()
     evaluate(tmp_path, other, seed=1)  # a run of its own, as long as none is saved
     assert len(other.runs) == 6
     Report(evaluation, evaluation.results()).save(tmp_path)
     with pytest.raises(ValueError, match="other settings .*'seed': 0.* there.*'seed': 1"):
         evaluate(tmp_path, Counting(), seed=1)
-    journal.write_text("{}\n" + journal.read_text())
-    with pytest.raises(ValueError, match="is damaged .KeyError.*delete it to begin anew"):
-        read_journal(journal)
+    kept.write_text(kept.read_text().replace('"tokens": ', '"tokens": 1'))
+    with pytest.raises(ValueError, match="is damaged, .*: delete it, and its batch is generated"):
+        evaluate(tmp_path, Counting())
     with pytest.raises(ValueError, match="two methods are 'fixed budget"):
         evaluate(tmp_path / "b", Counting(), [rules.Budget(40), rules.Budget(40)])
     with pytest.raises(ValueError, match="samples is 2 at temperature 0: greedy samples are all"):
@@ -163,7 +166,7 @@ def generated(
     settings = dataclasses.replace(reasoner.label_settings(0), temperature=0.0, **changes)
     run, about = generator(reasoner, settings).run, {"model": "toy", "benchmark": "toy"}
     return evaluate_online(
-        OnlineProblems.of_labels(labels), methods, run, settings, about, batch_problems=4
+        labelled_problems(labels), methods, run, settings, about, batch_problems=4
     )
 
 
@@ -271,7 +274,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
     assert [row.answer for row in one] == [row.answer for row in other]
 
 
-def _asked(reasoner: Reasoner, count: int) -> list[OnlineProblems]:
+def _asked(reasoner: Reasoner, count: int) -> list[OnlineProblem]:
     task, tokenizer, fmt = Math(), reasoner.tokenizer, reasoner.token_format
     found = []
     for problem in draw_split("test", count, 0):
@@ -279,7 +282,7 @@ def _asked(reasoner: Reasoner, count: int) -> list[OnlineProblems]:
         ids: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
-        found.append(OnlineProblems(problem, ids))
+        found.append(OnlineProblem(problem, ids))
     return found
 
 
@@ -332,8 +335,9 @@ def test_samples_lie_where_replay_expects_them(
         for name in ("correct", "tokens"):
             by_problem = np.bincount(online.problem_index, vars(one.outcome)[name]) / 2
             less = by_problem - vars(other.outcome)[name]
-            difference = bootstrap_interval(less, np.arange(48), level=0.999)
-            assert difference.low <= 0 <= difference.high, (one.method, name, difference)
+            drawn = bootstrap_means(less[:, None], np.arange(48))
+            low, high = np.quantile(drawn, [0.0005, 0.9995])
+            assert low <= 0 <= high, (one.method, name, low, high)
     row = online.frame().loc[1]
     assert 0 < row["time_ratio"] < 5
     assert row["tokens_per_second_low"] > 0

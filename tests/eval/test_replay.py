@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import (
-    Chosen,
+from ospruner.eval.evaluation import (
+    Evaluation,
     Rule,
+    chosen,
     pool_seeds,
     seed_weights,
+    validation_scores,
 )
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
@@ -32,11 +33,9 @@ from ospruner.eval.table import FloatArray, TraceTable
 from .evaluations import make_table
 
 
-def summarise(
-    rules: Sequence[Rule], base: Outcome, index: Any, seed: int = 0, **more: Any
-) -> list[Any]:
+def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> list[Any]:
     """The rows of a frame of rules."""
-    frame = Evaluation([Rule("full", base), *rules], index, seed=seed).frame(**more)
+    frame = Evaluation([Rule("full", base), *rules], index).frame(**more)
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
@@ -75,7 +74,7 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
             )
         ]
         base = replace(long, tokens=np.full(40, 9.0))
-        taken = Chosen(rules, base, np.arange(40), accurate).taken()
+        taken, _ = chosen(rules, validation_scores(rules, base, np.arange(40), accurate))
         assert taken.parameter == int(wins < 20)
         return taken
 
@@ -83,14 +82,14 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     # Always right and never right: no resample chooses otherwise.
     for wins, same in ((40, plain[0]), (0, plain[1])):
         one = rule(wins)
-        assert one.choice is not None
-        assert set(one.choice.picks(200).tolist()) == {int(wins < 20)}
+        assert one.picks is not None
+        assert set(one.picks.tolist()) == {int(wins < 20)}
         (found,) = summarise([one], full, table.problem_index)
         assert (found.tokens, found.accuracy) == (same.tokens, same.accuracy)
     # As often right: half of the resamples choose the other, and the interval says so.
     even = rule(20)
-    assert even.choice is not None
-    picks = even.choice.picks(2000)
+    assert even.picks is not None
+    picks = even.picks
     assert picks[0] == 0
     assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
     (found,) = summarise([even], full, table.problem_index)
@@ -191,7 +190,7 @@ def test_summarise_and_compare() -> None:
     table = make_table(7, traces=400, per_problem=2)
     full, early = replay_full(table), replay_step(table, 2)
     rules = [Rule("full trace", full), Rule("step", early, 2, "step")]
-    base, result = summarise(rules, full, table.problem_index, seed=1)
+    base, result = summarise(rules, full, table.problem_index)
     assert (base["reduction"], base["reduction_low"], base["reduction_high"]) == (0, 0, 0)
     assert base["aes"] == 0
     assert result["accuracy"] == pytest.approx(early.accuracy)
@@ -204,7 +203,7 @@ def test_summarise_and_compare() -> None:
         number = Estimate.of(result, name)
         assert number.low < number.value < number.high
 
-    difference = Evaluation(rules, table.problem_index, seed=1).differences().loc[0]
+    difference = Evaluation(rules, table.problem_index).differences().loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
     assert difference["aes"] == pytest.approx(result["aes"])
@@ -255,10 +254,10 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     both_paid = AesVariant(charge="generated")
     index = table.problem_index
     (one,) = summarise([free], full, index, variant=both_paid, prices=(1e-2,))
-    outcome, whole = free.outcome, full.with_answers()
+    outcome, whole = free.outcome, full.mean_tokens + full.answer_tokens.mean()
     spent = outcome.mean_tokens + outcome.answer_tokens.mean()
     assert one["reward@1e-2"] == pytest.approx(outcome.accuracy - 0.01 * spent)
-    scored = both_paid(outcome.accuracy, spent, full.accuracy, whole.mean_tokens)
+    scored = both_paid(outcome.accuracy, spent, full.accuracy, whole)
     assert one["aes"] == pytest.approx(float(scored))
     early = table.last > 0
     after = table.answer_tokens[early, 0].mean()
@@ -296,8 +295,6 @@ def test_pooling_by_hand() -> None:
     assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
     assert np.isnan(both.seconds).all()
     np.testing.assert_array_equal(pool([one]).columns(), one.columns())
-    with pytest.raises(ValueError, match="pooling takes at least"):
-        pool([])
 
 
 def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
@@ -309,7 +306,7 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     apart = [Rule("x", one, 1e-3, "price"), Rule("x", better, 1e-3, "price")]
     rules = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "price")])
     assert [rule.name for rule in rules] == ["full", "x price=1e-3", "x price=1e-4"]
-    assert [len(rule.seeds) for rule in rules] == [0, 2, 0]
+    assert [len(rule.seeds) for rule in rules] == [1, 2, 1]
     assert rules[1].outcome.correct == pytest.approx((one.correct + better.correct) / 2)
     same = replace(rules[1], outcome=one, seeds=(one, one))
     alone = Rule("x", one)

@@ -19,8 +19,10 @@ from ospruner.eval.results import (
     best_rows,
     find_results,
     frame_of,
+    markdown_table,
+    parameter_text,
+    price_name,
 )
-from ospruner.eval.text import markdown_table, parameter_text, price_name
 
 from ..made_results import make_result
 from .evaluations import make_evaluation, save_comparison
@@ -81,7 +83,6 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
         ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
         (WHOLE.to_dict() | {"frame": [{"method": "x"}]}, "frame has no .*'kind'"),
-        (WHOLE.to_dict() | {"setting": " "}, "setting is empty"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -> None:
@@ -97,7 +98,7 @@ def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -
 def test_numbers_and_names_as_text() -> None:
     number = Estimate(0.7124, 0.7012, 0.7301)
     assert number.text(100, 1) == "71.2 [70.1, 73.0]"
-    assert number.short_text(100, 1) == "71.2 ±1.8"  # the wider half
+    assert number.text(100, 1, interval="half") == "71.2 ±1.8"  # the wider half
     assert Estimate(-0.0004, -0.004, math.nan).text(1, 2, signed=True) == "+0.00 [+0.00, –]"
     assert Estimate(12345.6, 12000, 12500).text(1, 0) == "12,346 [12,000, 12,500]"
     prices = (0.0, 5e-5, 1e-4, 2.5e-4, 0.05, 9.9999e-5, 9.99999999e-5, 1.0, 10.0)

@@ -16,9 +16,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from ospruner.demo import REASONER
-from ospruner.eval.limits import hindsight_oracle
 from ospruner.eval.measured import Split
-from ospruner.eval.replay import Outcome, replay, replay_budget, replay_full, replay_step
+from ospruner.eval.replay import (
+    Outcome,
+    hindsight_oracle,
+    replay,
+    replay_budget,
+    replay_full,
+    replay_step,
+)
 from ospruner.eval.table import TraceTable
 from ospruner.rules import parse_rule
 from ospruner.train.labels.loading import load_labels

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
-from ospruner.scoring import stop_logits, stop_probabilities, trunk
+from ospruner.scoring import reading, stop_logits, stop_probabilities
 from ospruner.train.untrained import untrained
 
 MOST_LINES = 2_975
@@ -221,30 +221,26 @@ def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_trunk_and_stop_logits(saved: Saved) -> None:
-    """The trunk stops where the tail enters, and padding on either side changes nothing."""
+    """The trunk stops where the tail enters."""
     model, _ = saved
     ids = torch.randint(9, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     plain = stop_logits(model, ids)
-    assert trunk(model, ids).shape == (1, 12, 32)
-    assert not trunk(model, ids).requires_grad
+    hidden, _ = reading(model, ids)
+    assert hidden.shape == (1, 12, 32)
+    assert not hidden.requires_grad
     assert plain.requires_grad
-    junk = torch.full((1, 5), 9)
-    for order in ([junk, ids], [ids, junk]):
-        mask = torch.cat([torch.full_like(part, part is ids) for part in order], dim=1)
-        padded = stop_logits(model, torch.cat(order, dim=1), mask.long())
-        torch.testing.assert_close(padded[mask.bool()][None], plain, rtol=0, atol=1e-5)
     if model.policy.tail is not None:
         calls: list[int] = []
         for i, layer in enumerate(model.base.get_decoder().layers):
             layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
-        trunk(model, ids)
+        reading(model, ids)
         assert calls == [0, 1]
 
 
 def test_given_texts_are_scored_at_their_step_ends(
     saved: Saved, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Rows of a batch, padded on either side, and whole chats whose thinking is found."""
+    """Alone and as rows of a batch, and whole chats whose thinking is found."""
     model, _ = saved
     template: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     prompt = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], **template)
@@ -264,18 +260,12 @@ def test_given_texts_are_scored_at_their_step_ends(
         alone.append(wanted)
     assert [len(one) for one in alone] == [3, 1]
     texts = [[*prompt, *trace] for trace in traces]
-    width = max(map(len, texts))
-    for left in (True, False):
-        pads = [[0] * (width - len(text)) for text in texts]
-        rows = [pad + text if left else text + pad for pad, text in zip(pads, texts, strict=True)]
-        real = [
-            [0] * len(pad) + [1] * len(text) if left else [1] * len(text) + [0] * len(pad)
-            for pad, text in zip(pads, texts, strict=True)
-        ]
-        found = stop_probabilities(model, torch.tensor(rows), attention_mask=torch.tensor(real))
-        torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
-        assert found[1, 1:].isnan().all()
+    closing = model.token_format.think_end_id
+    rows = [text + [closing] * (1 + max(map(len, texts)) - len(text)) for text in texts]
+    found = stop_probabilities(model, torch.tensor(rows))
+    torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
+    assert found[1, 1:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +273,6 @@ def test_given_texts_are_scored_at_their_step_ends(
     [
         (TEXT, None, "no thinking was found in input_ids .* pass prompt_length, the number of tok"),
         (TEXT, 56, r"prompt_length is 56; it must lie in 1..55"),
-        ([TEXT, TEXT], [4], "prompt_length has 1 entries for 2 rows; pass one a row"),
         ([[[5]]], 1, r"input_ids has the shape \(1, 1, 1\); it must be \(S,\) or \(B, S\), not em"),
     ],
 )

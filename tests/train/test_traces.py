@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.scoring import trunk
+from ospruner.scoring import reading
 from ospruner.train import states as states_of
 from ospruner.train.batches import EpochBatches, length_batches
 from ospruner.train.packing import pack, takes_packing
@@ -146,7 +146,7 @@ def test_states_are_those_of_each_trace_alone(
     lines = len(pack([traces.tokens[row] for row in rows]).input_ids)
     assert lines < len(rows)  # something was packed, where it may be
     for b, row in enumerate(rows):
-        alone = trunk(model, torch.from_numpy(traces.tokens[row])[None])[0]
+        alone = reading(model, torch.from_numpy(traces.tokens[row])[None])[0][0]
         close = 1e-5 * float(alone.abs().max())  # of the largest state, in float32
         torch.testing.assert_close(together[b, : len(alone)], alone, atol=close, rtol=0)
 

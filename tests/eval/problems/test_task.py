@@ -36,7 +36,7 @@ def test_a_preset_stands_between_problem_and_instruction() -> None:
 
 
 def test_bad_tasks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="prompt is 'shout'; it must be one of .'default', 'conc"):
+    with pytest.raises(ValueError, match="prompt is 'shout'; it must be 'default' or 'conc"):
         Task("shout")
     with pytest.raises(FileNotFoundError, match="no task at .*nothing.py"):
         load_task_class(tmp_path / "nothing.py")

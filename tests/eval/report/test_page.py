@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ospruner.eval.report.page import write_report
-from ospruner.eval.report.summary import told
+from ospruner.eval.report.summary import told, write_report
 
 from ..evaluations import make_evaluation, save_comparison
 from .test_pictures import finished_run

@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.intervals import Rule
+from ospruner.eval.evaluation import Evaluation, Rule
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
