@@ -214,14 +214,17 @@ def test_a_trace_whose_actors_die_is_begun_again_with_others_and_then_alone(
     for actor in (0, 1):
         assert foreman.take(actor) is deadly
         assert foreman.lost(actor)
-    assert foreman.take(2) is other
-    assert foreman.take(2) is None, "the deadly one is done alone"
-    for actor in (3, 4):
-        assert (foreman.take(actor), foreman.take(actor)) == (deadly, None)
-        assert foreman.lost(actor)
+    assert (foreman.take(2), foreman.take(2)) == (other, None), "the deadly one is done alone"
+    assert foreman.take(3) is deadly
+    assert foreman.lost(2)
+    assert foreman.take(3) is None, "not even what is to be done again stands beside it"
+    assert foreman.take(4) is other
+    assert foreman.lost(3)
+    assert (foreman.take(5), foreman.take(5)) == (deadly, None)
+    assert foreman.lost(5)
     [(chunk, _)] = foreman.collect()
     assert chunk.failed == [("deadly", 0, "its worker ended 2 times while doing it alone")]
-    assert not foreman.lost(5), "it never asked for any"
+    assert not foreman.lost(6), "it never asked for any"
 
 
 def test_a_missing_package_names_the_pip_line(
