@@ -23,7 +23,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.sglang.tapped import BASES as IN_SGLANG
 from ospruner.train.untrained import fresh_layers
 
-from .modeling.families import MORE, ORDINARY, OTHERS, make_base, padded_prompts
+from .families import MORE, ORDINARY, OTHERS, make_base, padded_prompts
 
 FILE = Path(__file__).parents[1] / "docs/bases.json"
 

@@ -1,15 +1,18 @@
-"""Checks that need a process of their own: vLLM leaves process groups and threads behind."""
+"""Work in a process of its own: vLLM leaves process groups behind, and a kill ends everything."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -43,3 +46,37 @@ def run_checks(
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:]
     assert " passed" in done.stdout.splitlines()[-1]
+
+
+def start(work: Callable[[], object]) -> int:
+    """Does it in a child made by fork, so that it starts at once; its id.
+
+    It ends with 0; where it is interrupted with 130, and with 3 after a ValueError.
+    """
+    # Threads of others do not live on in a child.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pid = os.fork()
+    if pid:
+        torch.set_num_threads(threads)
+        return pid
+    code = 1
+    try:
+        # Workers of pytest-xdist ignore it, and a child inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        work()
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except ValueError as error:
+        print(error, flush=True)
+        code = 3
+    except BaseException:  # noqa: BLE001 - the child must never return into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    """How a child has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

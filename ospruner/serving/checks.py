@@ -157,6 +157,8 @@ def engine_options(arguments: Sequence[str]) -> Namespace:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--revision", default="main")
     parser.add_argument("--reasoning-parser")
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--kv-cache-memory-bytes")
     return parser.parse_known_args(arguments)[0]
 
 

@@ -22,8 +22,6 @@ from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import FAMILIES
-from ospruner.train.config import StopConfig
-from ospruner.train.trainer import StopTrainer
 
 from ..own_process import needs_vllm
 from .conftest import RunScript
@@ -123,38 +121,6 @@ def test_a_drift_is_seen_and_seldom_where_there_is_none(
     late = script.alarms(draws < np.where(np.arange(600) < 300, 0.1, 0.3), 0.1)
     assert (late <= 600).mean() > 0.95
     assert 300 < np.median(late) < 400
-
-
-@pytest.mark.slow
-def test_promises(run_here: RunScript, tmp_path: Path) -> None:
-    """On a policy of every price that is far too small."""
-    for split in ("train", "test"):
-        Reasoner().label(draw_split(split, 40, 5), tmp_path / split, 5)
-    config = StopConfig(
-        str(tmp_path / "run"),
-        prices=[5e-5, 1e-2],
-        batch_size=8,
-        layers=1,
-        num_train_epochs=1,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    StopTrainer(config, tmp_path / "train").train()
-    named = ("--policy", str(tmp_path / "run"), "--labels", str(tmp_path / "test"))
-    sizes = ("--problems", "60", "120", "--max-loss", ".05", ".3")
-    asked = (*sizes, "--resamples", "50", "--seed", "3")
-    found, printed = run_here("promises.py", *named, *asked)
-    assert len(found["rows"]) == 2 * 2 * 5
-    for row in found["rows"]:
-        assert 0 <= row["broken"] <= row["served"] <= 1
-        assert row["saved"] >= 0
-    naive, betting = (
-        sum(row["saved"] for row in found["rows"] if row["choice"] == name)
-        for name in ("naive", "betting")
-    )
-    assert naive > betting
-    assert (found["population"], found["seed"]) == (40, 3)
-    assert "5 pt, n=60" in printed
 
 
 @pytest.mark.slow

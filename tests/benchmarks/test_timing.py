@@ -1,6 +1,5 @@
 """What the benchmarks share: steps in turn, intervals, two checkouts in one run."""
 
-import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -66,38 +65,6 @@ def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
     assert few.median == pytest.approx(2)
     shorter = timing.paired_ratio([[1.0, 2.0, 5.0], [1.5, 1.0, 9.0]], [[2.0, 2.0], [3.0, 1.0]])
     assert shorter.median == pytest.approx((2 + 1) / (1 + 1 + 5)), "each step's least time"
-
-
-SCRIPT = """
-import json, sys
-from timing import NUMBER
-assert sys.argv[1:] == ["--quick", "--seed", "3"]
-print(json.dumps({"ratio": NUMBER, "runs": 2, "arms": {"a": {"seconds": 2 * NUMBER}}}))
-"""
-
-
-def test_two_checkouts_run_in_turn(
-    timing: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, number in (("old", 0.8), ("new", 0.9)):
-        folder = tmp_path / name / "benchmarks"
-        folder.mkdir(parents=True)
-        (folder / "bench.py").write_text(SCRIPT)
-        (folder / "timing.py").write_text(f"NUMBER = {number}")
-    monkeypatch.setattr(timing, "HERE", tmp_path / "new")
-    out = tmp_path / "out.json"
-    words = ["--quick", "--before", str(tmp_path / "old"), "--seed", "3", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "new/benchmarks/bench.py"), *words])
-    with pytest.raises(SystemExit):
-        timing.parse(timing.options("Bench.", "fast", before=True))
-    numbers = json.loads(out.read_text())["numbers"]
-    assert list(numbers) == ["ratio", "arms.a.seconds"], "no counts"
-    assert (numbers["ratio"]["before"], numbers["ratio"]["after"]) == (0.8, 0.9)
-    assert numbers["ratio"]["ratio"] == pytest.approx([1.125] * 3)
-    assert "after / before" in capsys.readouterr().out
 
 
 def test_the_one_for_a_gpu_starts(repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo import recipe as recipe_module
 from ospruner.demo.examples import batches_by_length, draw_examples
 from ospruner.demo.fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE, Habits
-from ospruner.demo.recipe import Recipe, build_tokenizer, learning_rate_factor, train_reasoner
+from ospruner.demo.recipe import Recipe, build_tokenizer, train_reasoner
 from ospruner.formats import DEEPSEEK_R1
 
 SHORT = Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
@@ -40,17 +40,6 @@ def test_a_short_run_leaves_a_reasoner_that_fits_its_tokenizer(tmp_path: Path) -
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     ids = torch.tensor([tokenizer.encode("24+17=41.")])
     assert torch.isfinite(model(ids).logits).all()
-
-
-def test_learning_rate_rises_stays_falls_and_starts_again_lower() -> None:
-    recipe = Recipe()
-    first = [learning_rate_factor(n, recipe, False) for n in range(0, recipe.tokens, 10_000)]
-    assert max(first) == 1.0
-    assert first[0] < 0.05
-    assert first[-1] < 0.05
-    assert first[len(first) // 2] == 1.0
-    second = [learning_rate_factor(n, recipe, True) for n in (0, recipe.second_tokens)]
-    assert second == pytest.approx([0.3, 0.006])
 
 
 def test_tokenizer_keeps_breaks_and_digits_whole(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +21,8 @@ from ospruner.eval.problems.problem import user_message
 from ospruner.eval.results import Results
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.provenance import read_provenance
+
+from ..chats import chat_batch
 
 
 def test_it_is_small_and_of_nobodys_machine() -> None:
@@ -48,21 +49,13 @@ def test_it_stops_visibly_in_seconds() -> None:
     """As README's first program: transformers alone, the base comes with the policy."""
     tokenizer = AutoTokenizer.from_pretrained(POLICY, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(POLICY, trust_remote_code=True)
-    before = after = 0
-    for problem in draw_split("test", 12, 5):
-        chat = [{"role": "user", "content": user_message(problem, DEEPSEEK_R1)}]
-        inputs: Any = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        torch.manual_seed(1)
-        plain = model.generate(**inputs, do_sample=False, max_new_tokens=800)
-        thought = plain[0, inputs["input_ids"].shape[1] :].tolist()
-        before += thought.index(tokenizer.convert_tokens_to_ids("</think>"))
-        model.generate(
-            **inputs, do_sample=False, max_new_tokens=800, stop_policy={"threshold": 0.5}
-        )
-        after += model.last_stop[0].thinking_tokens
-    assert after < 0.75 * before
+    asked = [user_message(problem, DEEPSEEK_R1) for problem in draw_split("test", 12, 5)]
+    inputs, thought = chat_batch(tokenizer, asked), []
+    for threshold in (1.0, 0.5):  # never, and as README has it
+        settings = {"threshold": threshold}
+        model.generate(**inputs, do_sample=False, max_new_tokens=800, stop_policy=settings)
+        thought.append(sum(record.thinking_tokens for record in model.last_stop))
+    assert thought[1] < 0.75 * thought[0]
     rules = Results.read(POLICY / "results.json").rules
     chosen = rules[rules["chosen"].astype(bool)].iloc[0]
     assert chosen["parameter"] == model.config.price

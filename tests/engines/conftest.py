@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import Reasoner
 from ospruner.engines.interface import Engine, ForkedAnswer, ForkRequest, Sampled, SamplingSettings
-from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1
+
+from .. import families
+from ..chats import prompts_of
 
 GREEDY = SamplingSettings(temperature=0, max_new_tokens=800, max_answer_tokens=16)
 ANSWER_TOKENS = 16
@@ -22,11 +22,7 @@ ANSWER_TOKENS = 16
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
 )
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2": {},  # packed
-    "gemma2": {"sliding_window": 8, "head_dim": 8},  # sequential: windows
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},  # recurrent
-}
+ARCHITECTURES = ("qwen2", "gemma2", "lfm2")  # packed; sequential, with windows; recurrent
 
 
 @pytest.fixture
@@ -38,30 +34,13 @@ def make_base(
     name: str, tokenizer: PreTrainedTokenizerFast, ends: TokenFormat | None = None
 ) -> PreTrainedModel:
     """A tiny base; with a format, one that ends its thinking after few or many tokens."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        name,
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=tokenizer.eos_token_id,
-        **ARCHITECTURES[name],
-    )
-    base: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in base.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    base = families.make_base(name, tokenizer)
     if ends is not None:
         output = base.get_output_embeddings()
         assert isinstance(output, torch.nn.Linear)
         output.weight = torch.nn.Parameter(output.weight.detach().clone())
-        output.weight.data[ends.think_end_id] *= 2.5
-        output.weight.data[tokenizer.eos_token_id] *= 2
+        output.weight.data[ends.think_end_id] *= 2
+        output.weight.data[tokenizer.eos_token_id] *= 1.5
     return base
 
 
@@ -91,11 +70,7 @@ class Traces:
 
 def make_traces(reasoner: Reasoner, count: int, shortest: int | None = None) -> Traces:
     """Greedy traces of so many test problems, or the shortest few of them."""
-    fmt = reasoner.token_format
-    prompts = [
-        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
-        for p in draw_split("test", count, 0)
-    ]
+    fmt, prompts = reasoner.token_format, prompts_of(reasoner, count)
     sampled = reasoner.engine.sample(prompts, GREEDY, fmt)
     kept = sorted(range(count), key=lambda i: len(sampled[i].trace_ids))[:shortest]
     prompts, sampled = [prompts[i] for i in kept], [sampled[i] for i in kept]

@@ -4,19 +4,14 @@ import string
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import Reasoner
 from ospruner.engines.http import HTTPEngine, OpenAIEngine, SGLangEngine
-from ospruner.engines.interface import EnginesDownError, ForkedAnswer, ForkRequest, SamplingSettings
-from ospruner.eval.schema import LabelSettings
+from ospruner.engines.interface import ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.optional import MissingPackageError
-from ospruner.progress import Progress, silent
-from ospruner.train.labels.folder import read_labels
-from ospruner.train.labels.making import Labeller, label_problems
 
 from .conftest import GREEDY, Traces, check_agreement, check_choices, choose_all, fork_all
 from .local_server import LocalServer
@@ -97,34 +92,6 @@ def test_a_dead_server_s_work_is_done_by_the_other(
     servers[0].stop()  # the next call finds it dead from the start
     again = fork_all(engine, reasoner, few[0][:1])
     check_agreement(reasoner, few[0][:1], few[1][:1], again)
-
-
-def test_a_label_run_outlives_its_servers(
-    servers: list[LocalServer], reasoner: Reasoner, tmp_path: Path
-) -> None:
-    """What was committed before the last server died is kept, and another server goes on."""
-    problems = draw_split("test", 4, 0)
-    how = LabelSettings(base_model="toy", temperature=0, max_new_tokens=24, max_answer_tokens=8)
-
-    def run(server: LocalServer, progress: Progress = silent) -> list[dict[str, Any]]:
-        labeller, engine = (
-            Labeller(reasoner.tokenizer, reasoner.token_format, how),
-            open_over([server], reasoner),
-        )
-        label_problems(problems, engine, labeller, tmp_path, chunk_traces=1, progress=progress)
-        return read_labels(tmp_path).to_list()
-
-    def stop_at_the_third(phase: str, done: int, total: int, note: str = "") -> None:
-        if (phase, done) == ("sample", 3):  # its forks are still to come
-            servers[0].stop()
-
-    with pytest.raises(EnginesDownError, match="no server is left"):
-        run(servers[0], stop_at_the_third)
-    kept = read_labels(tmp_path).to_list()
-    assert [row["problem_id"] for row in kept] == [problem.id for problem in problems[:2]]
-    finished = run(servers[1])
-    assert finished[:2] == kept
-    assert [row["problem_id"] for row in finished] == [problem.id for problem in problems]
 
 
 def test_refused_requests_and_servers_without_token_ids_are_told_from_dead_ones(

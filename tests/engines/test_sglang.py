@@ -1,7 +1,6 @@
 """The SGLang engine against a real server, in the environment that `make test-sglang` makes."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,3 @@ def test_forks_share_the_prefixes_of_traces_that_are_new_to_the_server(
     check_agreement(reasoner, more.requests, more.answers, answers)
     print(f"computed/unique {engine.counts.computed / engine.counts.unique:.3f}")
     assert engine.counts.computed <= 1.1 * engine.counts.unique
-
-
-def test_samples_hot_rows_of_one_prompt(url: str, reasoner: Reasoner, traces: Traces) -> None:
-    engine = SGLangEngine(str(reasoner.folder), reasoner.tokenizer, [url])
-    settings = replace(GREEDY, temperature=1.5, max_new_tokens=8)
-    rows = engine.sample(traces.prompts[:1] * 8, settings, reasoner.token_format)
-    assert len({tuple(row.trace_ids) for row in rows}) > 1
-    assert all(len(row.trace_ids) <= 8 for row in rows)

@@ -23,7 +23,7 @@ from ospruner.engines.transformers.batch import RowBatch, SlotLayer, fast_attent
 from ospruner.engines.transformers.choosing import choose
 from ospruner.engines.transformers.engine import TransformersEngine
 
-from .conftest import ARCHITECTURES, make_base
+from .conftest import make_base
 
 
 def test_choose_follows_the_warped_distribution() -> None:
@@ -86,7 +86,7 @@ def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings)
         ("qwen3_moe", {"num_experts": 4}, r"\(qwen3_moe\) routes tokens to experts"),
         ("qwen3_5_text", {}, r"\(qwen3_5_text\) has recurrent states"),
         ("falcon_h1", {}, r"\(falcon_h1\) has recurrent states"),
-        ("lfm2", {"num_hidden_layers": 4, **ARCHITECTURES["lfm2"]}, None),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, None),
         ("gemma2", {}, None),
     ],
 )

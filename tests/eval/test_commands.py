@@ -8,27 +8,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
 from ospruner.comparing import compare
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import FORMAT, Reasoner, draw_split
 from ospruner.eval.metrics import AesVariant
 from ospruner.eval.results import Results
-from ospruner.train.config import StopConfig
 from ospruner.train.labels.loading import load_labels
-from ospruner.train.policies import new_policy
+from ospruner.train.untrained import untrained
 
 
 @pytest.fixture(scope="module")
 def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that stops now and then: untrained, with a mild bias."""
-    config = StopConfig("run", head="fixed", layers=1, tuning="layers", use_cpu=True)
-    model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
-    assert isinstance(model, OSPrunerForCausalLM)
-    torch.nn.init.constant_(model.policy.head.bias, -2.0)
+    model = untrained(reasoner.model, reasoner.tokenizer, 1, "layers", -2.0, FORMAT)
     model.config.price = 1e-3
     folder = tmp_path_factory.mktemp("policy")
     model.save_pretrained(folder)

@@ -113,21 +113,6 @@ def test_gap_closed() -> None:
     assert gap_closed([], 0.05).value == pytest.approx((-0.5 + 1.5) / (-0.2 + 1.5))
 
 
-def test_shuffled_test_labels_change_no_choice() -> None:
-    rng = np.random.default_rng(0)
-    grades = rng.integers(0, 2, (40, 6)).astype(float).tolist()
-    validation, test = table_of(grades[:20]), table_of(grades[20:])
-    shuffled = replace(test, correct=rng.permutation(test.correct))
-    chosen = []
-    for table in (test, shuffled):
-        steps = range(1, 7)
-        rules = method(
-            [replay_step(table, k) for k in steps], [replay_step(validation, k) for k in steps]
-        )
-        chosen.append(frontiers({"m": rules}, validation, table, replicates=1)[1]["m"])
-    assert chosen[0] == chosen[1] != []
-
-
 def test_in_each_resample_the_choice_is_made_again() -> None:
     """On validation two rules differ by one problem, on test by all: the interval holds both."""
     table = table_of([[0.0, 1.0, 1.0, 1.0]] * 20)

@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import comparing, rules
 from ospruner.comparing import Judged, compare
-from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner.demo.shipped import (
+    FORMAT,
+    MAX_ANSWER_TOKENS,
+    MAX_THINKING_TOKENS,
+    Reasoner,
+    draw_split,
+)
 from ospruner.eval.compare import Report
 from ospruner.eval.evaluation import Evaluation, bootstrap_means
 from ospruner.eval.methods import PolicyUse, parse_policies
@@ -32,9 +37,10 @@ from ospruner.eval.problems.task import Math
 from ospruner.eval.report.summary import told
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.train.config import StopConfig
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.policies import new_policy
+from ospruner.train.untrained import untrained
+
+from ..chats import prompts_of
 
 SETTINGS = LabelSettings(
     base_model="toy",
@@ -126,15 +132,12 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
         evaluate(tmp_path / "b", Counting(), batch_problems=0)
 
 
-def untrained(
+def mild(
     reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"], weight: float = 0.0
 ) -> PolicyUse:
     """A policy that stops now and then: with a mild bias, and weights of this size."""
-    config = StopConfig("run", head="fixed", layers=1, tuning=tuning, use_cpu=True)
-    model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
-    assert isinstance(model, OSPrunerForCausalLM)
+    model = untrained(reasoner.model, reasoner.tokenizer, 1, tuning, -2.0, FORMAT)
     model.config.price = 1e-3
-    torch.nn.init.constant_(model.policy.head.bias, -2.0)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.policy.head.weight, std=weight)
     model.save_pretrained(folder)
@@ -143,7 +146,7 @@ def untrained(
 
 @pytest.fixture(scope="module")
 def use(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> PolicyUse:
-    return untrained(reasoner, tmp_path_factory.mktemp("policy") / "policy", "layers")
+    return mild(reasoner, tmp_path_factory.mktemp("policy") / "policy", "layers")
 
 
 def greedy_labels(reasoner: Reasoner, folder: Path, count: int, **changes: Any) -> Any:
@@ -185,7 +188,7 @@ def test_online_and_replay_agree_trace_by_trace(
     tuning: Literal["layers", "queries"],
 ) -> None:
     """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
-    use = untrained(reasoner, tmp_path / "policy", tuning)
+    use = mild(reasoner, tmp_path / "policy", tuning)
     folder, labels = labelled
 
     def decided(end: rules.StepEnd) -> float:
@@ -223,7 +226,7 @@ def test_replay_says_how_far_it_is_from_generate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32 they are the same; in half precision the report has the difference."""
-    folder, use = labelled[0], untrained(reasoner, tmp_path / "policy", "queries", 0.1)
+    folder, use = labelled[0], mild(reasoner, tmp_path / "policy", "queries", 0.1)
     exact = Judged(folder, model=reasoner.model).rounding(use)
     assert exact["dtype"] == "float32"
     assert exact["steps"] > 10
@@ -240,50 +243,9 @@ def test_replay_says_how_far_it_is_from_generate(
     assert f"{found['largest']:.1e} at most, at {found['steps']} step ends" in line
 
 
-def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
-    reasoner: Reasoner, use: PolicyUse
-) -> None:
-    """Counted, not timed: the tokens that the base passes within the time that is taken."""
-    made = generator(reasoner, SETTINGS)
-    asked = _asked(reasoner, 4)
-    never = dataclasses.replace(use, threshold=1.0)
-    passed: list[int] = []
-    call = made._call
-
-    def counting(how: Any, first: int) -> Any:
-        generate = call(how, first)
-
-        def counted(ids: torch.Tensor, **arguments: Any) -> Any:
-            def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-                passed[-1] += kwargs["input_ids"].numel()
-
-            hook = reasoner.model.register_forward_pre_hook(count, with_kwargs=True)
-            try:
-                return generate(ids, **arguments)
-            finally:
-                hook.remove()
-
-        passed.append(0)
-        return counted
-
-    made._call = counting  # type: ignore[assignment, method-assign]
-    one, other, _ = (made.run(how, asked, 0) for how in (None, never, rules.Budget(100)))
-    full, policys, budgets = passed
-    assert full == policys > budgets > 0
-    assert [row.tokens for row in one] == [row.tokens for row in other]
-    assert [row.answer for row in one] == [row.answer for row in other]
-
-
 def _asked(reasoner: Reasoner, count: int) -> list[OnlineProblem]:
-    task, tokenizer, fmt = Math(), reasoner.tokenizer, reasoner.token_format
-    found = []
-    for problem in draw_split("test", count, 0):
-        messages = [{"role": "user", "content": task.message(problem, fmt.format)}]
-        ids: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        found.append(OnlineProblem(problem, ids))
-    return found
+    problems = draw_split("test", count, 0)
+    return [OnlineProblem(*one) for one in zip(problems, prompts_of(reasoner, count), strict=True)]
 
 
 def test_a_sentence_before_the_closing_changes_no_length(

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ospruner.eval.results import RESULTS_FILE
 from ospruner.eval.table import TraceTable
 
 from .recompute import recomputed
-from .test_compare import TEST, VALIDATION, predicted, said, saved
+from .test_compare import TEST, VALIDATION, said, saved
 
 PRICES = (1e-5, 1e-2)
 CONCISE = "full trace, prompt concise"
@@ -191,19 +191,6 @@ def test_stored_numbers_are_checked(
         "hindsight oracle",
     ]
     assert re.search(r"largest area there is (probe|LearnStop): for the accuracy of our", text)
-
-
-def test_a_baseline_is_tuned_by_its_area_on_validation(
-    tmp_path: Path, load_script: Callable[[str], ModuleType]
-) -> None:
-    """The study `grid` of benchmarks/real_model.py."""
-    area = load_script("benchmarks/real_model.py").validation_area
-    policy, mask = Path(saved(tmp_path / "probe", "probe", 0.0)), VALIDATION.table.mask
-    knowing = SimpleNamespace(split=VALIDATION, said=lambda use: said(VALIDATION, use))
-    blind = SimpleNamespace(
-        split=VALIDATION, said=lambda use: predicted(np.where(mask, 0.5, 0), mask)
-    )
-    assert 1 > area(knowing, policy) > area(blind, policy) + 0.05 > 0.05
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections import Counter
@@ -15,37 +14,11 @@ from ospruner.eval.table import TraceTable
 from ospruner.train.labels.features import FEATURES, validate_row
 from ospruner.train.labels.loading import split_of
 
-
-def make_row(problem: str = "p0", sample: int = 0, steps: int = 3) -> dict[str, Any]:
-    return {
-        "problem_id": problem,
-        "sample_index": sample,
-        "family": "sums",
-        "problem": "1+1?",
-        "answer": "2",
-        "prompt_ids": [1, 2],
-        "trace_ids": list(range(4 * steps)),
-        "step_ends": [4 * i + 4 for i in range(steps)],
-        "forced_answers": ["3"] * (steps - 1) + ["2"],
-        "forced_correct": [0.0] * (steps - 1) + [1.0],
-        "matches_final": [False] * (steps - 1) + [True],
-        "forced_answer_tokens": [2] * steps,
-        "forced_answer_ids": [[3, 4]] * steps,
-        "forced_logprob": [-0.5] * steps,
-        "forced_entropy": [0.25] * steps,
-        "forced_answer_entropy": [0.5] * steps,
-        "option_probabilities": [None] * steps,
-        "ungraded_reasons": [None] * steps,
-        "natural_answer": "2",
-        "natural_correct": 1.0,
-        "natural_answer_tokens": 6,
-        "natural_answer_ids": [2] * 6,
-        "ended": "natural",
-    }
+from ..label_rows import label_row
 
 
 def test_a_good_row_passes_and_survives_the_dataset() -> None:
-    rows = [make_row("p0", 0, 3), make_row("p0", 1, 1), make_row("p1", 0, 2)]
+    rows = [label_row("p0", 0, 3), label_row("p0", 1, 1), label_row("p1", 0, 2)]
     rows[0]["forced_correct"][0] = None
     rows[0]["matches_final"][0] = None
     rows[1]["natural_correct"] = None
@@ -93,22 +66,20 @@ def test_a_good_row_passes_and_survives_the_dataset() -> None:
         ("family", None, "family is None; it must be string"),
     ],
 )
-def test_bad_rows_are_refused_by_column(column: str, value: object, message: str) -> None:
-    row = copy.deepcopy(make_row())
-    row[column] = value
+def test_bad_rows_are_refused_by_column(column: str, value: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        validate_row(row)
+        validate_row(label_row(**{column: value}))
 
 
 def test_missing_and_unknown_columns() -> None:
-    row = make_row()
+    row = label_row()
     del row["ended"]
     with pytest.raises(ValueError, match=r"missing: \['ended'\], unknown: \['stopped'\]"):
         validate_row({**row, "stopped": 1})
 
 
 def test_trace_table() -> None:
-    rows = [make_row("p0", 0, 3), make_row("p1", 0, 1), make_row("p0", 1, 2)]
+    rows = [label_row("p0", 0, 3), label_row("p1", 0, 1), label_row("p0", 1, 2)]
     rows[0]["forced_correct"] = [None, 0.5, 1.0]
     rows[0]["matches_final"] = [None, True, True]
     rows[1]["ended"] = "cap"
@@ -134,7 +105,7 @@ def test_trace_table() -> None:
 
 
 def test_trace_table_errors() -> None:
-    row = make_row()
+    row = label_row()
     dataset = Dataset.from_list([row], features=FEATURES)
     with pytest.raises(ValueError, match="forced_correct.* not in the dataset"):
         TraceTable.from_dataset(dataset.remove_columns("forced_correct"))

@@ -16,6 +16,7 @@ from ospruner.demo.problems import Split
 from ospruner.demo.shipped import draw_split
 
 from ..conftest import DemoRun
+from ..pages import blocks, commands
 from .conftest import Run, Stranger
 from .local_hub import LocalHub, Repo
 
@@ -26,16 +27,6 @@ LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on
     "--dataset math500": "--dataset test.jsonl",
     "train --labels runs/labels": "train --labels runs/labels --num-train-epochs 2",
 }
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a page in one language."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-
-
-def commands(page: Path) -> list[str]:
-    """The commands of a page, a line each."""
-    return [line for block in blocks(page, "bash") for line in block.strip().splitlines()]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from ospruner.train.labels.features import COLUMNS
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.store import Chunk, LabelStore
 
+from ..label_rows import label_row
 from .conftest import Stranger
 from .local_hub import LocalHub, Repo
 
@@ -37,35 +38,6 @@ open(result, "w").write(json.dumps(out))
 """
 
 
-def make_row(problem: str, steps: int) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    return row | {
-        "problem_id": problem,
-        "sample_index": 0,
-        "family": "sums",
-        "problem": "1+1?",
-        "answer": "2",
-        "prompt_ids": [1, 2],
-        "trace_ids": list(range(4 * steps)),
-        "step_ends": [4 * i + 4 for i in range(steps)],
-        "forced_answers": ["3"] * (steps - 1) + ["2"],
-        "forced_correct": [0.0] * (steps - 1) + [1.0],
-        "matches_final": [False] * (steps - 1) + [True],
-        "forced_answer_tokens": [2] * steps,
-        "forced_answer_ids": [[3, 4]] * steps,
-        "forced_logprob": [-0.5] * steps,
-        "forced_entropy": [0.25] * steps,
-        "forced_answer_entropy": [0.5] * steps,
-        "option_probabilities": [None] * steps,
-        "ungraded_reasons": [None] * steps,
-        "natural_answer": "2",
-        "natural_correct": 1.0,
-        "natural_answer_tokens": 6,
-        "natural_answer_ids": [2] * 6,
-        "ended": "natural",
-    }
-
-
 def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
     """A finished label folder, as a run on the local embedded reasoner leaves it."""
     how = LabelSettings(
@@ -73,7 +45,7 @@ def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
     )
     source = {"dataset": str(folder / "problems.jsonl")}
     with LabelStore(folder, how, source=source) as labels:
-        labels.commit(Chunk([make_row(problem, 3) for problem in problems]))
+        labels.commit(Chunk([label_row(problem) for problem in problems]))
         labels.finish()
     provenance(folder, seed=0, base_model=str(REASONER))
     return folder

@@ -19,7 +19,16 @@ from modeling_ospruner.policy_ospruner import Reader, decoder_layers
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 
-from .families import COMMON, LOCAL_EXPERTS, MAMBA, ORDINARY, OTHERS, make_base, padded_prompts
+from ..families import (
+    COMMON,
+    MAMBA,
+    ORDINARY,
+    OTHERS,
+    let_write_paragraphs,
+    make_base,
+    padded_prompts,
+    random_policy,
+)
 
 HYBRID_AND_LATENT = ("qwen3_5_text", "deepseek_v3")
 FAMILIES = [
@@ -173,24 +182,16 @@ def test_saved_loaded_and_generating(
     if tuning == "queries" and layers_with_keys(base) < 2:
         return
     base.save_pretrained(tmp_path / "base")
-    model = untrained(
-        base, tiny_tokenizer, tuning=tuning, base_model_name_or_path=str(tmp_path / "base")
-    )
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+    where = str(tmp_path / "base")
+    model = random_policy(base, tiny_tokenizer, tuning=tuning, base_model_name_or_path=where)
+    with torch.no_grad():
         for parameter in model.policy.layers.parameters():
             parameter.mul_(1.1)
     model.save_pretrained(tmp_path / "policy")
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     for name, tensor in loaded.policy.state_dict().items():
         assert torch.equal(tensor, model.policy.state_dict()[name]), name
-
-    texts = [str(tiny_tokenizer.decode([i])) for i in range(len(tiny_tokenizer))]
-    breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
-    ends = [loaded.token_format.think_end_id, tiny_tokenizer.eos_token_id]
-    bias = {**{(i,): 12.0 for i in breaks}, **{(i,): -100.0 for i in ends}}
-    loaded.base.generation_config.sequence_bias = bias
+    let_write_paragraphs(loaded.base, loaded.token_format, 12.0, -100.0)
     inputs = padded_prompts(PROMPT_WIDTH)
     length = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     never = {"mode": "threshold", "threshold": 1.0}
@@ -214,46 +215,32 @@ def test_saved_loaded_and_generating(
         assert stopped[row, cut : cut + len(forced)].tolist() == forced
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("gpt2", {}, r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la"),
-        (
-            "gemma4_text",
-            {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
-            "Gemma4ForCausalLM cannot be a base: beside .* looks up embed_tokens_per_layer",
-        ),
-        ("minimax", LOCAL_EXPERTS, r"MiniMaxForCausalLM cannot be a base: its .* on their own \("),
-        (
-            "bamba",
-            {**MAMBA, "attn_layer_indices": [1]},
-            "BambaForCausalLM cannot be a base: its la",
-        ),
-        ("mamba", {}, r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError"),
-    ],
-)
+WORDS = {
+    "gpt2": r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la",
+    "gemma4_text, per-layer embeddings": "beside .* looks up embed_tokens_per_layer",
+    "minimax": r"MiniMaxForCausalLM cannot be a base: its .* on their own \(",
+    "bamba": "BambaForCausalLM cannot be a base: its la",
+    "mamba": r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
 def test_bases_that_cannot_work_are_refused_by_name(
-    tiny_tokenizer: PreTrainedTokenizerFast, name: str, fields: dict[str, Any], message: str
-) -> None:
-    base = make_base(name, tiny_tokenizer, **fields)
-    with pytest.raises(ValueError, match=message):
-        untrained(base, tiny_tokenizer, tuning="layers")
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
-def test_wrapped_language_models_are_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    kind: Any = CONFIG_MAPPING[name]
-    text_kind: Any = CONFIG_MAPPING[kind().text_config.model_type]
-    text = text_kind(**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    fields = {**MAMBA, "attn_layer_indices": [1]} if name == "bamba" else {}
+    with pytest.raises(ValueError, match=WORDS[name]):
+        untrained(make_base(name, tiny_tokenizer, **fields), tiny_tokenizer, tuning="layers")
+
+
+def test_wrapped_language_models_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    kind: Any = CONFIG_MAPPING["gemma3"]
+    make_text: Any = CONFIG_MAPPING["gemma3_text"]
+    text = make_text(**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
     config = kind(text_config=text.to_dict(), vision_config=vision)
-    config.vision_config.update({key: vision[key] for key in vision})
     base = AutoModelForImageTextToText.from_config(config).eval()
-    message = (
-        rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model alone"
-    )
-    with pytest.raises(ValueError, match=message):
+    said = rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model"
+    with pytest.raises(ValueError, match=said):
         untrained(base, tiny_tokenizer, tuning="layers")

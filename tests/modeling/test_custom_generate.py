@@ -18,10 +18,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig, TokenFormat
 from modeling_ospruner.custom_generate_ospruner import generate
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import AnswerEntropy, StopRule
-from ospruner.train.untrained import untrained
+
+from ..families import let_write_paragraphs, random_policy
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14]])
 MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
@@ -36,30 +38,18 @@ def saved(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Saved:
     """A policy that stops here and there, and the folder in which it is saved."""
-    base = load_base(tiny_base_dir)
-    model = untrained(base, tiny_tokenizer, tuning="layers")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+    model = random_policy(load_base(tiny_base_dir), tiny_tokenizer)
     folder = tmp_path_factory.mktemp("policies") / "policy-1.0"
     model.save_pretrained(folder)
     return model, str(folder)
 
 
-def load_base(folder: Path) -> Qwen2ForCausalLM:
+def load_base(folder: Path) -> Any:
     """The tiny base, greedy; its paragraphs end often, so that there is something to decide."""
     base = Qwen2ForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))]))
-    ends = [i for i, text in texts if "\n\n" in text and text.strip()]
-    base.generation_config.sequence_bias = [[[i], 6.0] for i in ends]
+    fmt = TokenFormat.compile(DEEPSEEK_R1, AutoTokenizer.from_pretrained(folder))
+    let_write_paragraphs(base, fmt, ending=0.0)
     return base
-
-
-def records_of(base: Any) -> list[Any]:
-    """What custom_generate leaves on a base."""
-    records: list[Any] = base.last_stop
-    return records
 
 
 def on_base(base: Any, folder: str, **arguments: Any) -> Any:
@@ -84,9 +74,16 @@ def test_same_tokens_and_records_as_the_class(
     saved: Saved, tiny_base_dir: Path, stop_policy: Any
 ) -> None:
     model, folder = saved
-    base = load_base(tiny_base_dir)
+    base = load_base(tiny_base_dir).train()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     given = {} if stop_policy is None else {"stop_policy": stop_policy}
     found = on_base(base, folder, **given)
+    # The base stays as it was.
+    assert base.training
+    assert "generate" not in vars(base)
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    assert base.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
     torch.manual_seed(0)
     wanted = model.generate(
         PROMPT, **ARGUMENTS, stop_policy=True if stop_policy is None else stop_policy
@@ -95,25 +92,13 @@ def test_same_tokens_and_records_as_the_class(
     if stop_policy is False:
         assert "last_stop" not in vars(base)
         return
-    records = [vars(record) for record in records_of(base)]
+    records = [vars(record) for record in base.last_stop]
     assert records == [vars(record) for record in model.last_stop]
     if not isinstance(stop_policy, StopRule):
         assert any(record["step_ends"] for record in records), "nothing was decided"
     output = on_base(base, folder, **given, return_dict_in_generate=True)
     assert torch.equal(output.sequences, wanted)
     assert [vars(record) for record in output.stop] == records
-
-
-def test_the_base_stays_as_it_was(saved: Saved, tiny_base_dir: Path) -> None:
-    _, folder = saved
-    base = load_base(tiny_base_dir).train()
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    on_base(base, folder)
-    assert base.training
-    assert all(parameter.requires_grad for parameter in base.parameters())
-    assert base.state_dict().keys() == before.keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
-    assert "generate" not in vars(base)
 
 
 def loaded_policies() -> Any:
@@ -140,7 +125,7 @@ def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
     try:
         model.save_pretrained(folder)
         on_base(base, folder)
-        assert all(len(record.step_ends) <= 1 for record in records_of(base))
+        assert all(len(record.step_ends) <= 1 for record in base.last_stop)
         assert loaded_policies()[base][os.path.abspath(folder)] is not first
     finally:
         with torch.no_grad():

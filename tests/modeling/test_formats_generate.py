@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,15 @@ def write(
 
 @dataclass
 class Case:
-    """A script, how the text begins that comes of it, and what the record says."""
+    """A script, how it is written, how the text begins that comes of it, and what is told of it."""
 
     kind: str
     script: str
     starts: str
-    settings: dict[str, Any]
+    how: dict[str, Any]
     reason: str = "policy"
     thought: str | None = None  # the thinking, where its tokens are counted
     steps: int | None = None
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
@@ -136,31 +135,35 @@ AGAIN = f"{HELD}{ROLE}<|channel|>analysis<|message|>Again.\n\n"
 IN_THINKING = 'First.\n\nI add.\n<tool_call>\n{"name": "add"}\n\n</tool_call>\n\n'
 TWICE = "First.</think>\n\nSo 5.\n<think>\nI check.\n\nIt fits.\n\n"
 PHRASED = "It is.\n\nSo I check.\n\nThe final answer is 5, as.\n\nI said."
-AGAIN_STOPPED = TWICE.removesuffix("It fits.\n\n")
+STOPPED = TWICE.removesuffix("It fits.\n\n")
+CHECKED = "It is.\n\nSo I check.\n\n"
 LONG, FREE, TOOLS = {"max_answer_tokens": 90}, {"answer": "free"}, {"answer": "tools"}
+ROOM = {"max_thinking_tokens": 3, "max_answer_tokens": 20}
+LIMITED = NEVER | FREE | LONG | {"max_thinking_tokens": 20}
+HALF = {"prefill": "First.\n\nThen</rea"}
+THOUGHT_ON = f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}"
+SPOKEN = "First.</think> Say <think>."
+LATER = "First.\n\n</think>\n\n<tool_call>"
+BOX, AFTER = "</reason>\n\n\\boxed{", "\n\n\n\nThe final answer is \\boxed{"
 CASES = [
     Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
     # The model has written <|end|> and wants to call a tool: the final channel is forced.
     Case("harmony", CALLS, f"{HELD}Then.{BOXED}", NEVER, "natural", steps=1),
-    Case("harmony", CALLS, CALLS, NEVER, "natural", more=FREE | LONG),
+    Case("harmony", CALLS, CALLS, NEVER | FREE | LONG, "natural"),
     Case("harmony", f"{OTHER}{HELD}Then.\n\n", OTHER + HELD + BOXED, ALWAYS, steps=1),
     Case("harmony", f"{FINAL}It is\n\n5.", f"{FINAL}\\boxed{{", ALWAYS, "natural", "", 0),
-    Case("harmony", f"{FINAL}It is\n\n5.", f"{FINAL}It", ALWAYS, "natural", "", 0, FREE),
+    Case("harmony", f"{FINAL}It is\n\n5.", f"{FINAL}It", ALWAYS | FREE, "natural", "", 0),
     # The second half of a break whose first half stands in the prompt ends a step.
-    Case(
-        *("harmony", "\nThen.\n\n", f"\n{BOXED}", ALWAYS),
-        steps=1,
-        more={"prefill": f"{ANALYSIS}First.\n"},
-    ),
-    Case("harmony", "5.\n\n", "5.\n\n", ALWAYS, "natural", more={"prefill": HARMONY.closing}),
+    Case("harmony", "\nThen.\n\n", f"\n{BOXED}", ALWAYS | {"prefill": HELD[:-1]}, steps=1),
+    Case("harmony", "5.\n\n", "5.\n\n", ALWAYS | {"prefill": HARMONY.closing}, "natural"),
     # With answer "tools" the model chooses the channel of its reply, after either end.
-    Case("harmony", TOOL, TOOL, ALWAYS, more=TOOLS | LONG),
-    Case("harmony", TOOL, TOOL, NEVER, "natural", more=TOOLS | LONG),
-    Case("harmony", TOOL, HELD + HARMONY.closing, ALWAYS, more=FREE),
-    Case("harmony", AGAIN, AGAIN, ALWAYS, more=TOOLS | LONG | {"mask_reentry": False}),
+    Case("harmony", TOOL, TOOL, ALWAYS | TOOLS | LONG),
+    Case("harmony", TOOL, TOOL, NEVER | TOOLS | LONG, "natural"),
+    Case("harmony", TOOL, HELD + HARMONY.closing, ALWAYS | FREE),
+    Case("harmony", AGAIN, AGAIN, ALWAYS | TOOLS | LONG | {"mask_reentry": False}),
     # A call within the thinking is the model's own end, and is let be.
     *(
-        Case(kind, text, text, NEVER, "natural", thought, 1, how | LONG)
+        Case(kind, text, text, NEVER | how | LONG, "natural", thought, 1)
         for kind, opener in (*OPENERS.items(), ("hermes", "<tool_call>"))
         for text in [IN_THINKING.replace("<tool_call>", opener)]
         for thought in ["First.\n\nI add" if kind == "hermes" else "First.\n\nI add.\n"]
@@ -168,65 +171,30 @@ CASES = [
     ),
     Case("hermes", "Say <tool_call>.\n\n", "Say <tool_call>.\n\n</think>\n\n", ALWAYS),
     # The thinking that a natural answer opens again counts, and may be stopped.
-    Case(
-        *("calls", TWICE, f"{AGAIN_STOPPED}</think>\n\n", NEVER, "budget", AGAIN_STOPPED, 1),
-        more=FREE | {"max_thinking_tokens": 3, "max_answer_tokens": 20},
-    ),
-    Case(
-        "harmony",
-        f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}Then.\n\n",
-        f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}{HARMONY.closing}",
-        NEVER,
-        "budget",
-        more=FREE | LONG | {"max_thinking_tokens": 20},
-    ),
+    Case("calls", TWICE, f"{STOPPED}</think>\n\n", NEVER | FREE | ROOM, "budget", STOPPED, 1),
+    Case("harmony", f"{THOUGHT_ON}Then.\n\n", THOUGHT_ON + HARMONY.closing, LIMITED, "budget"),
     # One that an answer speaks of does not.
-    Case(
-        "calls",
-        "First.</think> Say <think>.\n\n",
-        "First.</think> Say <think>.",
-        ALWAYS,
-        "natural",
-        "First.",
-        0,
-        FREE | LONG,
-    ),
-    Case(
-        *("calls", "First.\n\n</think>\n\n<tool_call>", "First.\n\n</think>\n\n<tool_call>"),
-        ALWAYS,
-        more=TOOLS,
-    ),
+    Case("calls", f"{SPOKEN}\n\n", SPOKEN, ALWAYS | FREE | LONG, "natural", "First.", 0),
+    Case("calls", LATER, LATER, ALWAYS | TOOLS),
     Case("softly", "First.\n\n", "First.\n\nEnough, so:</think>\n\n\\boxed{", ALWAYS),
-    Case("softly", "First.\n\n", "First.\n\n</think>\n\n", ALWAYS, more={"wind_down": ""}),
+    Case("softly", "First.\n\n", "First.\n\n</think>\n\n", ALWAYS | {"wind_down": ""}),
     Case("softly", "First.</think>", "First.</think>\n\n\\boxed{", NEVER, "natural", "First."),
-    Case("textual", "First.\n\nThen.\n\n", "First.\n\n</reason>\n\n\\boxed{", ALWAYS),
+    Case("textual", "First.\n\nThen.\n\n", f"First.\n\n{BOX}", ALWAYS),
     *(
-        case
+        Case("textual", f"One.\n\nThen{end}{said}", starts, NEVER | how, "natural", "One.\n\nThen")
         for end in ("</reason>", "</reason>\n", "</reason>\n\n")
-        for case in (
-            Case(
-                *("textual", f"One.\n\nThen{end}", "One.\n\nThen</reason>\n\n\\boxed{", NEVER),
-                *("natural", "One.\n\nThen"),
-            ),
-            Case(
-                *("textual", f"One.\n\nThen{end}It is.", f"One.\n\nThen{end}It is.", NEVER),
-                *("natural", "One.\n\nThen", 1, FREE | LONG),
-            ),
+        for said, starts, how in (
+            ("", f"One.\n\nThen{BOX}", {}),
+            ("It is.", f"One.\n\nThen{end}It is.", FREE | LONG),
         )
     ),
-    Case(
-        *("textual", "son>", "son>\n\n\\boxed{", NEVER, "natural", "", 0),
-        more={"prefill": "First.\n\nThen</rea"},
-    ),
-    Case("plain", "It is:\n\n5.\n\nY", "It is:\n\n5.\n\n\n\nThe final answer is \\boxed{", ALWAYS),
+    Case("textual", "son>", "son>\n\n\\boxed{", NEVER | HALF, "natural", "", 0),
+    Case("plain", "It is:\n\n5.\n\nY", f"It is:\n\n5.{AFTER}", ALWAYS),
     Case("plain", "It is.\n\n5.<|end|>", "It is.\n\n5.<|end|>", NEVER, "natural", "It is.\n\n5."),
-    Case(
-        *("phrase", PHRASED, "It is.\n\nSo I check.\n\nThe final answer is \\boxed{", NEVER),
-        *("natural", "It is.\n\nSo I check.\n\n", 2),
-    ),
+    Case("phrase", PHRASED, f"{CHECKED}{AFTER[4:]}", NEVER, "natural", CHECKED, 2),
     # From the phrase on nothing is thinking, and no step ends.
-    Case("phrase", PHRASED, PHRASED, NEVER, "natural", steps=2, more=FREE | LONG),
-    Case("phrase", PHRASED, "It is.\n\n\n\nThe final answer is \\boxed{", ALWAYS),
+    Case("phrase", PHRASED, PHRASED, NEVER | FREE | LONG, "natural", steps=2),
+    Case("phrase", PHRASED, f"It is.{AFTER}", ALWAYS),
     Case("phrase", "It is 5.<|end|>", "It is 5.<|end|>", NEVER, "natural", "It is 5."),
 ]
 
@@ -234,7 +202,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.reason}")
 def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
     model = models(case.kind)
-    text, record = write(model, case.script, **case.settings, **case.more)
+    text, record = write(model, case.script, **case.how)
     assert text.startswith(case.starts)
     assert record.reason == case.reason
     if case.reason == "policy":
@@ -280,35 +248,24 @@ def test_a_sentence_before_the_closing(models: Models) -> None:
     assert "wind_down" not in replace(fmt, wind_down="").to_dict()
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefill", "script", "settings", "wanted"),
-    [
-        (
-            "calls",
-            "",
-            "I.\n\nSo.</think>\n\nIt.\n\nNo",
-            NEVER | FREE,
-            "I.\n\nSo.</think>\n\nIt.\n\n",
-        ),
-        ("calls", "", "I.\n\n", ALWAYS, "I.\n\n</think>\n\n\\boxed{"),
-        ("textual", "", "I.\n\n</reason>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\n</reason>\n\nIt.\n\n"),
-        (
-            "harmony",
-            ANALYSIS,
-            f"I.\n\n{ROLE}{FINAL}It.\n\nNo",
-            NEVER | FREE,
-            f"I.\n\n{ROLE}{FINAL}It.\n\n",
-        ),
-        ("calls", "</think>", "It.\n\nNo", NEVER | FREE, "It.\n\n"),
-        ("plain", "", "It.\n\nNo", NEVER, "It.\n\n"),  # whose reply is what it thinks in
-    ],
-)
+REPLIED = f"I.\n\n{ROLE}{FINAL}It.\n\n"
+CUT: list[tuple[str, str, dict[str, Any], str]] = [  # what the model wrote on: "No"
+    ("calls", "I.\n\nSo.</think>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\nSo.</think>\n\nIt.\n\n"),
+    ("calls", "I.\n\n", ALWAYS, "I.\n\n</think>\n\n\\boxed{"),
+    ("textual", "I.\n\n</reason>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\n</reason>\n\nIt.\n\n"),
+    ("harmony", f"{REPLIED}No", NEVER | FREE | {"prefill": ANALYSIS}, REPLIED),
+    ("calls", "It.\n\nNo", NEVER | FREE | {"prefill": "</think>"}, "It.\n\n"),
+    ("plain", "It.\n\nNo", NEVER, "It.\n\n"),  # whose reply is what it thinks in
+]
+
+
+@pytest.mark.parametrize(("kind", "script", "how", "wanted"), CUT)
 def test_stop_strings_cut_no_thinking(
-    models: Models, kind: str, prefill: str, script: str, settings: dict[str, Any], wanted: str
+    models: Models, kind: str, script: str, how: dict[str, Any], wanted: str
 ) -> None:
-    asked = settings | {"max_answer_tokens": 40}
-    text, _ = write(models(kind), script, prefill, stop_strings=["\n\n"], **asked)
-    assert text.startswith(wanted) if settings is ALWAYS else text == wanted
+    asked = how | {"max_answer_tokens": 40}
+    text, _ = write(models(kind), script, stop_strings=["\n\n"], **asked)
+    assert text.startswith(wanted) if how is ALWAYS else text == wanted
 
 
 @pytest.mark.parametrize("forms", [1, 2, 3])

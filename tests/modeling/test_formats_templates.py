@@ -127,19 +127,6 @@ def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
 
 
 @TAGS
-def test_partial_thinking_in_the_prompt(family: Family) -> None:
-    prompt, fmt = family.prompt(ASK), family.fmt
-    written = family.ids("First 2.\n\nThen 3.\n")
-    span = fmt.thinking_span([*prompt, *written])
-    assert span == (len(prompt), len(prompt) + len(written), False)
-    rest = family.ids("\nSo 5.\n\nYes.")
-    state = fmt.boundary_state(written)
-    together = boundaries(fmt, [*written, *rest])
-    assert [state.push(i) for i in rest] == together[len(written) :]
-    assert together[len(written)]  # the second half of a blank line whose first half was prefilled
-
-
-@TAGS
 def test_whole_text(family: Family) -> None:
     prompt, fmt = family.prompt(ASK), family.fmt
     trace = family.ids("First 2.\n\nThen 3.")

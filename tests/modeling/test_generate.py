@@ -1,7 +1,6 @@
 """Generate with a stop policy on tiny bases, and in transformers' own pipeline."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import untrained
 
 from ..chats import chat_batch
+from ..families import let_write_paragraphs, random_policy
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -33,23 +33,9 @@ def make_model(
     layers: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> OSPrunerForCausalLM:
-    torch.nn.Module.to(base, dtype=dtype)
-    model = untrained(base, tokenizer, num_policy_layers=layers, tuning="layers")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
-    # Breaks are what the tests are about, and ends what they rarely want.
-    model.base.generation_config.sequence_bias = {
-        **{(i,): 6.0 for i in break_ids(model)},
-        (tokenizer.eos_token_id,): -30.0,
-        (model.token_format.think_end_id,): -30.0,
-    }
+    model = random_policy(torch.nn.Module.to(base, dtype=dtype), tokenizer, layers)
+    let_write_paragraphs(model.base, model.token_format)
     return model
-
-
-def break_ids(model: OSPrunerForCausalLM) -> list[int]:
-    texts = enumerate(model.token_format.kinds)
-    return [i for i, kind in texts if kind & 1 and kind & 8]
 
 
 def prompts(model: OSPrunerForCausalLM, batch: int) -> dict[str, torch.Tensor]:
@@ -70,7 +56,7 @@ def greedy_answer(model: OSPrunerForCausalLM, text: list[int], most: int) -> lis
     out: list[int] = []
     while len(out) < most:
         logits = model.base(input_ids=torch.tensor([text + out])).logits[0, -1]
-        for (token,), bias in model.base.generation_config.sequence_bias.items():
+        for (token,), bias in model.base.generation_config.sequence_bias:
             logits[token] += bias
         out.append(int(logits.argmax()))
         if box.push(out[-1]) or out[-1] == model.base.generation_config.eos_token_id:
@@ -86,12 +72,12 @@ def test_without_a_seed_each_call_draws_anew(model: OSPrunerForCausalLM) -> None
         return model.last_stop[0].thinking_tokens
 
     torch.manual_seed(5)
-    drawn = [thought(stop_policy=True) for _ in range(12)]
+    drawn = [thought(stop_policy=True) for _ in range(8)]
     assert len(set(drawn)) > 1
     torch.manual_seed(5)
-    assert [thought(stop_policy=True) for _ in range(12)] == drawn, "torch's generator repeats it"
+    assert [thought(stop_policy=True) for _ in range(8)] == drawn, "torch's generator repeats it"
     for settings in ({"seed": 3}, {"threshold": 0.5}):
-        assert len({thought(stop_policy=settings) for _ in range(4)}) == 1
+        assert len({thought(stop_policy=settings) for _ in range(3)}) == 1
     # The draw of the seed takes nothing from the sampling that follows.
     plain = run(model, inputs, **SAMPLED, stop_policy=False)[0]
     pruned = run(model, inputs, **SAMPLED, stop_policy=True)[0]
@@ -232,10 +218,8 @@ def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
         assert steps
 
 
-CHATS = [
-    [{"role": "user", "content": text}]
-    for text in ("Ann has 3 apples", "Ann has 3 apples and buys 4 more", "So 3 + 4 = 7")
-]
+ASKED = ("Ann has 3 apples", "Ann has 3 apples and buys 4 more", "So 3 + 4 = 7")
+CHATS = [[{"role": "user", "content": text}] for text in ASKED]
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
 
 
@@ -243,32 +227,24 @@ ARGUMENTS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
 def stopping(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: Any) -> OSPrunerForCausalLM:
     """A policy that stops at the first paragraph's end."""
     model = untrained(tiny_base, tiny_tokenizer, init_bias=50.0, tuning="layers")
-    breaks = [i for i, kind in enumerate(model.token_format.kinds) if kind & 1 and kind & 8]
-    model.base.generation_config.sequence_bias = [[[i], 6.0] for i in breaks]
+    let_write_paragraphs(model.base, model.token_format, ending=0.0)
     return model
 
 
-def alone(model: OSPrunerForCausalLM, chat: Any, stop_policy: Any = True) -> str:
+def alone(model: OSPrunerForCausalLM, asked: str, stop_policy: Any = True) -> str:
     """What generate writes for one chat by itself."""
-    assert model.tokenizer is not None
-    inputs: Any = model.tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    inputs: Any = chat_batch(model.tokenizer, [asked])
     output = model.generate(**inputs, stop_policy=stop_policy, **ARGUMENTS)
+    assert model.tokenizer is not None
     new = output[0, inputs["input_ids"].shape[1] :]
     return str(model.tokenizer.decode(new, skip_special_tokens=True))
 
 
 def test_chats_one_by_one_and_in_batches(stopping: OSPrunerForCausalLM) -> None:
+    how: dict[str, Any] = {"tokenizer": stopping.tokenizer, "stop_policy": True, **ARGUMENTS}
     make: Any = pipeline
-    pipe = make(
-        "text-generation",
-        model=stopping,
-        tokenizer=stopping.tokenizer,
-        stop_policy=True,
-        **ARGUMENTS,
-    )
-    wanted = [alone(stopping, chat) for chat in CHATS]
+    pipe = make("text-generation", model=stopping, **how)
+    wanted = [alone(stopping, one) for one in ASKED]
     assert all("</think>" in text for text in wanted)
     (one,) = pipe(CHATS[0])
     assert one["generated_text"][-1] == {"role": "assistant", "content": wanted[0]}
@@ -279,18 +255,7 @@ def test_chats_one_by_one_and_in_batches(stopping: OSPrunerForCausalLM) -> None:
     assert text["generated_text"].startswith("Ann has 3 apples")
     assert stopping.last_stop[0].reason == "policy", "pi is 1 in float32"
     off = pipe(CHATS[0], stop_policy=False, return_full_text=False)
-    assert off[0]["generated_text"] == alone(stopping, CHATS[0], stop_policy=False) != wanted[0]
-
-
-def test_a_pipeline_loads_a_policy_by_name(stopping: OSPrunerForCausalLM, tmp_path: Path) -> None:
-    stopping.base.save_pretrained(tmp_path / "base")
-    stopping.config.base_model_name_or_path = str(tmp_path / "base")
-    stopping.save_pretrained(tmp_path / "policy")
-    make: Any = pipeline
-    pipe: Any = make("text-generation", model=str(tmp_path / "policy"), trust_remote_code=True)
-    assert type(pipe.model) is OSPrunerForCausalLM
-    (found,) = pipe(CHATS[1], stop_policy=True, return_full_text=False, **ARGUMENTS)
-    assert found["generated_text"] == alone(stopping, CHATS[1])
+    assert off[0]["generated_text"] == alone(stopping, ASKED[0], stop_policy=False) != wanted[0]
 
 
 def test_a_generation_config_holds_the_stop_policy(stopping: OSPrunerForCausalLM) -> None:

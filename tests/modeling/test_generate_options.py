@@ -2,31 +2,27 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
 )
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from ospruner.demo import REASONER
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.rules import AnswerEntropy
-from ospruner.rules.live import generate_with_rule
-from ospruner.train.untrained import untrained
 
 from ..chats import chat_batch
+from ..families import random_policy
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -37,15 +33,7 @@ ALWAYS = {"mode": "threshold", "threshold": 0.0}
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     """The reasoner with a random policy, whose probabilities spread over (0, 1)."""
-    return with_policy(reasoner.model, reasoner)
-
-
-def with_policy(base: Any, reasoner: Reasoner) -> OSPrunerForCausalLM:
-    model = untrained(base, reasoner.tokenizer, num_policy_layers=1, tuning="layers")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
-    return model
+    return random_policy(reasoner.model, reasoner.tokenizer, 1)
 
 
 def inputs_for(model: OSPrunerForCausalLM, batch: int) -> dict[str, torch.Tensor]:
@@ -111,20 +99,6 @@ def test_an_answer_does_not_open_the_thinking_again(
     assert (free == start).any(-1).all()
 
 
-def test_nothing_is_forced_into_a_prefilled_reply(model: OSPrunerForCausalLM) -> None:
-    """Where the template opens the thinking and the client's reply does not, there is none."""
-    tokenizer, fmt = model.tokenizer, model.token_format
-    assert tokenizer is not None
-    opened = inputs_for(model, 1)["input_ids"][0].tolist()
-    assert opened[-len(fmt.opening_ids) :] == list(fmt.opening_ids)
-    reply = tokenizer.encode("3+4=7.\n\n", add_special_tokens=False)
-    ids = torch.tensor([[*opened[: -len(fmt.opening_ids)], *reply]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(run(model, inputs, stop_policy=ALWAYS), run(model, inputs))
-    record = model.last_stop[0]
-    assert (record.reason, record.thinking_tokens, record.step_ends) == ("natural", 0, [])
-
-
 class EndRow(StoppingCriteria):
     """Ends one row after so many columns."""
 
@@ -172,30 +146,6 @@ def test_stop_strings_end_answers_and_cut_no_thinking(model: OSPrunerForCausalLM
     assert plain.shape[1] < len(ended[0])  # which would have ended in the thinking
 
 
-def test_a_dispatched_base_with_a_rule(reasoner: Reasoner, tmp_path: Path) -> None:
-    """A device map with a layer that is read from disk at each forward."""
-    names = ("embed_tokens", "norm", "rotary_emb", *(f"layers.{i}" for i in range(6)))
-    spread = {f"model.{name}": "disk" if name == "layers.1" else "cpu" for name in names}
-    base = AutoModelForCausalLM.from_pretrained(
-        REASONER,
-        dtype=torch.float32,
-        device_map={**spread, "lm_head": "cpu"},
-        offload_folder=str(tmp_path),
-    )
-    assert any(parameter.device.type == "meta" for parameter in base.parameters())
-    model = with_policy(reasoner.model, reasoner)
-    how: dict[str, Any] = {"max_new_tokens": 60, **inputs_for(model, 2), **GREEDY}
-    outputs = [
-        generate_with_rule(
-            one, reasoner.tokenizer, AnswerEntropy(0.3), token_format=model.token_format, **how
-        )
-        for one in (base, reasoner.model)
-    ]
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    assert outputs[0][1] == outputs[1][1]
-    assert "policy" in [record.reason for record in outputs[0][1]]
-
-
 @pytest.mark.parametrize("rule", [{"seed": 2}, AnswerEntropy(0.05)], ids=["policy", "rule"])
 def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM, rule: Any) -> None:
     batches = [inputs_for(model, size) for size in (1, 2, 3)]
@@ -211,31 +161,30 @@ def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM, rule: Any) -> N
         assert list(pool.map(solve, batches)) == alone
 
 
-@pytest.fixture
-def as_made(model: OSPrunerForCausalLM) -> Iterator[OSPrunerConfig]:
-    """The model's configuration, put back after the test."""
-    names = ("default_mode", "default_threshold", "calibrations")
-    before = {name: vars(model.config).get(name) for name in names}
-    yield model.config
-    vars(model.config).update(before)
+def test_nothing_is_forced_into_a_prefilled_reply(model: OSPrunerForCausalLM) -> None:
+    """Where the template opens the thinking and the client's reply does not, there is none."""
+    tokenizer, fmt = model.tokenizer, model.token_format
+    assert tokenizer is not None
+    opened = inputs_for(model, 1)["input_ids"][0].tolist()
+    assert opened[-len(fmt.opening_ids) :] == list(fmt.opening_ids)
+    reply = tokenizer.encode("3+4=7.\n\n", add_special_tokens=False)
+    ids = torch.tensor([[*opened[: -len(fmt.opening_ids)], *reply]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(run(model, inputs, stop_policy=ALWAYS), run(model, inputs))
+    record = model.last_stop[0]
+    assert (record.reason, record.thinking_tokens, record.step_ends) == ("natural", 0, [])
 
 
-def outcome(
-    model: OSPrunerForCausalLM, settings: Any, rows: int = 6, **how: Any
-) -> tuple[Any, ...]:
-    """What is generated, and what is told of it."""
-    texts = run(model, inputs_for(model, rows), new=40, stop_policy=settings, **how)
-    return texts.tolist(), [(one.reason, one.step_ends) for one in model.last_stop]
-
-
-def test_what_true_and_a_threshold_alone_mean(
-    model: OSPrunerForCausalLM, as_made: OSPrunerConfig
-) -> None:
-    sampled = outcome(model, True)
-    at_once = outcome(model, {"threshold": 0.0})
-    assert at_once == outcome(model, {"mode": "threshold", "threshold": 0.0})
-    as_made.default_mode, as_made.default_threshold = "threshold", 0.0
-    assert outcome(model, True) == at_once != sampled
+def test_what_true_and_a_threshold_alone_mean(model: OSPrunerForCausalLM) -> None:
+    config = OSPrunerConfig(default_mode="threshold", default_threshold=0.25)
+    cases: list[tuple[dict[str, Any], Any, Any]] = [
+        ({}, ("sample", None), ("threshold", 0.25)),
+        ({"threshold": 0.0}, ("threshold", 0.0), ("threshold", 0.0)),
+    ]
+    for said, plain, other in cases:
+        for known, wanted in ((model.config, plain), (config, other)):
+            settings = StopPolicyConfig(**said).with_defaults(known)
+            assert (settings.mode, settings.threshold) == wanted
 
 
 class Allow(LogitsProcessor):

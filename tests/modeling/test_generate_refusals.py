@@ -29,6 +29,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 
 
 PROMPT = torch.arange(20, 30)[None]
+T5 = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
 
 
 def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -> None:
@@ -103,11 +104,8 @@ def test_decoding(model: OSPrunerForCausalLM, arguments: dict[str, Any], message
     refused(model, ValueError, message, PROMPT, **arguments)
 
 
-def test_assisted_decoding(model: OSPrunerForCausalLM) -> None:
+def test_a_filled_cache_and_an_assistant(model: OSPrunerForCausalLM) -> None:
     refused(model, ValueError, "not with assisted_generation", PROMPT, assistant_model=model.base)
-
-
-def test_a_filled_cache(model: OSPrunerForCausalLM) -> None:
     filled = StaticCache(config=model.base.config, max_cache_len=200)
     model.base(input_ids=PROMPT, past_key_values=filled, use_cache=True)
     refused(model, ValueError, "past_key_values holds tokens", PROMPT, past_key_values=filled)
@@ -152,45 +150,53 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
             stop_probabilities(model, inputs, prompt_length=1)
 
 
-def test_compiled_bases(reasoner: Reasoner) -> None:
-    """Nothing is compiled here: torch compiles at the first forward, which is not reached."""
+def compiled_in_place(base: Any) -> None:
+    base.compile()
 
-    def fails(base: Any, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            generate_with_rule(
-                base,
-                reasoner.tokenizer,
-                Budget(5),
-                PROMPT,
-                token_format=reasoner.token_format,
-                max_new_tokens=5,
-            )
 
-    fails(torch.compile(copy.deepcopy(reasoner.model)), "compiled by torch.compile")
-    in_place = copy.deepcopy(reasoner.model)
-    in_place.compile()
-    fails(in_place, "compiled by torch.compile")
-    inner = copy.deepcopy(reasoner.model)
-    inner.model.layers[1].compile()
-    fails(inner, "compiled by torch.compile")
-    forward = copy.deepcopy(reasoner.model)
-    forward.forward = torch.compile(forward.forward)
-    fails(forward, "compiled by torch.compile")
+def compiled_inside(base: Any) -> None:
+    base.model.layers[1].compile()
+
+
+def compiled_forward(base: Any) -> None:
+    base.forward = torch.compile(base.forward)
+
+
+def without_an_end(base: Any) -> None:
+    base.generation_config.eos_token_id = None
+
+
+def in_training(base: Any) -> None:
+    base.gradient_checkpointing_enable()
+    base.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # Nothing is compiled: torch compiles at the first forward, which is not reached.
+        (torch.compile, "compiled by torch.compile"),
+        (compiled_in_place, "compiled by torch.compile"),
+        (compiled_inside, "compiled by torch.compile"),
+        (compiled_forward, "compiled by torch.compile"),
+        (without_an_end, "the generation config has no eos_token_id"),
+        (in_training, r"train mode with gradient checkpointing.*base.eval\(\)"),
+        (lambda base: T5ForConditionalGeneration(T5), "T5ForConditionalGeneration"),
+    ],
+)
+def test_bases_of_a_rule(reasoner: Reasoner, change: Any, message: str) -> None:
+    given = copy.deepcopy(reasoner.model)
+    changed = change(given)
+    base = given if changed is None else changed
+    fmt = reasoner.token_format
+    with pytest.raises(ValueError, match=message):
+        generate_with_rule(base, reasoner.tokenizer, Budget(5), PROMPT, token_format=fmt)
 
 
 def test_a_closing_that_ends_the_text(model: OSPrunerForCausalLM) -> None:
     end = model.token_format.think_end_id
     message = rf"the tokens \[{end}\] close the thinking .* and are eos_token_id, too"
     refused(model, ValueError, message, PROMPT, eos_token_id=[0, end])
-
-
-def test_a_text_that_cannot_end(reasoner: Reasoner) -> None:
-    base = copy.deepcopy(reasoner.model)
-    base.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="the generation config has no eos_token_id"):
-        generate_with_rule(
-            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
-        )
 
 
 def test_neither_policy_nor_rule(reasoner: Reasoner) -> None:
@@ -225,21 +231,3 @@ def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(
     padded[0, 0] = 0
     refused(model, ValueError, message, ids, attention_mask=padded)
     refused(model, ValueError, message.replace("row 1", "row 0"), ids)
-
-
-def test_encoder_decoders(reasoner: Reasoner) -> None:
-    config = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
-    base = T5ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
-        generate_with_rule(
-            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
-        )
-
-
-def test_bases_in_train_mode_with_gradient_checkpointing(reasoner: Reasoner) -> None:
-    base = copy.deepcopy(reasoner.model)
-    base.gradient_checkpointing_enable()
-    arguments: dict[str, Any] = {"token_format": reasoner.token_format, "max_new_tokens": 5}
-    generate_with_rule(base.eval(), reasoner.tokenizer, Budget(5), PROMPT, **arguments)
-    with pytest.raises(ValueError, match=r"train mode with gradient checkpointing.*base.eval\(\)"):
-        generate_with_rule(base.train(), reasoner.tokenizer, Budget(5), PROMPT, **arguments)

@@ -1,8 +1,8 @@
 """Generate gives what it gave before the uploaded files were rewritten.
 
 `goldens.json` was written by the old code. Each case is a policy of seeded weights on a seeded
-base, a batch of prompts, and arguments of generate; what stands in the file are the tokens, the
-records, or the type of the error.
+base, a batch of prompts, and arguments of generate; what stands in the file are the tokens and the
+records.
 """
 
 import json
@@ -20,16 +20,17 @@ from transformers import PreTrainedTokenizerFast
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
+from ..chats import chat_batch
 from ..conftest import _make_tiny_base
-from .families import ORDINARY, make_base, padded_prompts
+from ..families import ORDINARY, let_write_paragraphs, make_base, padded_prompts
 
 GOLDENS = Path(__file__).with_name("goldens.json")
 RANGE = (1e-4, 1e-2)
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 QUESTIONS = [
-    "<|user|>What is 3 + 4 * 5?<|assistant|><think>\n",
-    "<|user|>Ann has 3 apples and buys 4 more. How many has she?<|assistant|><think>\n",
-    "<|user|>17 - 9<|assistant|><think>\n",
+    "What is 3 + 4 * 5?",
+    "Ann has 3 apples and buys 4 more. How many has she?",
+    "17 - 9",
 ]
 
 
@@ -85,7 +86,8 @@ def cases() -> Iterator[Case]:
     yield Case("natural, drawn", "tiny", "layers", natural=True, arguments=SAMPLED, rows=5)
     closed = "<|user|>3<|assistant|><think>\n3 + 4\n\n</think>\n"
     yield Case("closed prompt", "tiny", prompt=closed, rows=1)
-    yield Case("opened prompt", "tiny", prompt=f"{QUESTIONS[0]}So 3.\n\nWait", rows=1)
+    opened = f"<|user|>{QUESTIONS[0]}<|assistant|><think>\nSo 3.\n\nWait"
+    yield Case("opened prompt", "tiny", prompt=opened, rows=1)
     yield Case("several texts", "tiny", arguments={**SAMPLED, "num_return_sequences": 2})
     yield Case("static cache", "tiny", arguments={"cache_implementation": "static"})
     yield Case("prompt in pieces", "tiny", "layers", arguments={"prefill_chunk_size": 4})
@@ -95,22 +97,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"demo {price}", "reasoner", priced=True, stop_policy=said, rows=3)
     yield Case("demo sampled", "reasoner", priced=True, arguments=SAMPLED, rows=3)
     yield Case("demo layers", "reasoner", "layers", 1, stop_policy=bold, rows=3)
-    wrong: dict[str, tuple[Any, dict[str, Any]]] = {
-        "unknown key": ({"treshold": 0.5}, {}),
-        "threshold above 1": ({"threshold": 1.5}, {}),
-        "no number": ({"threshold": "0.5"}, {}),
-        "other price": ({"price": 2e-3}, {}),
-        "no promise": ({"max_loss": 0.02}, {}),
-        "beams": (True, {"num_beams": 2}),
-        "prompt lookup": (True, {"prompt_lookup_num_tokens": 3}),
-        "no cache": (True, {"use_cache": False}),
-        "guidance": (True, {"guidance_scale": 2.0}),
-        "flag": ({"mask_reentry": 1}, {}),
-        "word": ("yes", {}),
-        "two": ({"mode": "sample", "threshold": 0.5}, {}),
-    }
-    for label, (stop_policy, arguments) in wrong.items():
-        yield Case(f"error: {label}", "tiny", stop_policy=stop_policy, arguments=arguments)
 
 
 @cache
@@ -139,19 +125,16 @@ def model_of(
             parameter.add_(noise * (0.15 if name.startswith("head.") else 0.02))
         model.policy.head.bias[0] = -2.0
     if base_name != "reasoner":
-        kinds = enumerate(model.token_format.kinds)
-        breaks = [i for i, kind in kinds if kind & 1 and kind & 8]
-        end = model.token_format.think_end_id
-        model.base.generation_config.sequence_bias = {
-            **{(i,): 2.0 if natural else 4.5 for i in breaks},
-            (tokenizer.eos_token_id,): -30.0,
-            (end,): 3.5 if natural else -30.0,
-        }
+        let_write_paragraphs(model.base, model.token_format, 2.0 if natural else 4.5)
+        if natural:
+            end = model.token_format.think_end_id
+            bias = model.base.generation_config.sequence_bias
+            bias[:] = [[ids, 3.5 if ids == [end] else more] for ids, more in bias]
     return model
 
 
 def run(case: Case, tiny_tokenizer: Any) -> dict[str, Any]:
-    """What a case gives: tokens and records, or the type of its error."""
+    """What a case gives: tokens and records."""
     model = model_of(case.base, case.tuning, case.layers, case.priced, case.natural, tiny_tokenizer)
     tokenizer = model.tokenizer
     if case.base not in ("tiny", "reasoner"):
@@ -159,16 +142,7 @@ def run(case: Case, tiny_tokenizer: Any) -> dict[str, Any]:
     elif case.prompt:
         inputs = dict(tokenizer(case.prompt, return_tensors="pt", add_special_tokens=False))
     else:
-        texts = [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)]
-        if case.base == "reasoner":
-            asked = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in texts]
-            texts = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True
-                )
-                for one in asked
-            ]
-        inputs = dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))
+        inputs = chat_batch(tokenizer, [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)])
     inputs.pop("token_type_ids", None)
     arguments = {"max_new_tokens": 60, "do_sample": False, **case.arguments}
     if case.base == "reasoner":
@@ -177,10 +151,7 @@ def run(case: Case, tiny_tokenizer: Any) -> dict[str, Any]:
     if isinstance(said, dict):  # without a seed each call draws anew; it was 0
         said = {"seed": 0, **said}
     torch.manual_seed(5)
-    try:
-        output = model.generate(**inputs, **arguments, stop_policy=said)
-    except (TypeError, ValueError) as error:
-        return {"error": type(error).__name__}
+    output = model.generate(**inputs, **arguments, stop_policy=said)
     width = inputs["input_ids"].shape[1]
     return {
         "tokens": output[:, width:].tolist(),
@@ -201,11 +172,10 @@ FOUND = json.loads(GOLDENS.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
-def test_tokens_records_and_errors(case: Case, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_and_records(case: Case, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     wanted, found = FOUND[case.name], run(case, tiny_tokenizer)
-    assert found.get("tokens") == wanted.get("tokens")
-    assert found.get("error") == wanted.get("error")
-    for one, other in zip(found.get("records", []), wanted.get("records", []), strict=True):
+    assert found["tokens"] == wanted["tokens"]
+    for one, other in zip(found["records"], wanted["records"], strict=True):
         for name in ("probabilities", "prices"):
             measured = pytest.approx(other.pop(name), rel=1e-3, abs=2e-4, nan_ok=True)
             assert one.pop(name) == measured

@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -65,24 +64,12 @@ def test_the_uploaded_code_stays_small() -> None:
     assert lines <= MOST_LINES
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_who_may_read_what_is_saved_is_said_by_the_umask(
-    saved: Saved, tmp_path: Path, umask: int
-) -> None:
-    before = os.umask(umask)
-    try:
-        saved[0].save_pretrained(tmp_path / "mine")
-    finally:
-        os.umask(before)
-    files = [file for file in (tmp_path / "mine").rglob("*") if file.is_file()]
-    assert len(files) > 9
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
-
-
-def test_saves_the_policy_alone(saved: Saved) -> None:
+def test_saves_the_policy_alone(saved: Saved, tmp_path: Path) -> None:
     model, folder = saved
-    tensors = load_file(folder / "model.safetensors")
-    assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
+    model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())  # which is filtered
+    for one in (folder, tmp_path / "again"):
+        tensors = load_file(one / "model.safetensors")
+        assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
     assert {path.name for path in folder.iterdir()} >= EXPECTED_FILES
     config = json.loads((folder / "config.json").read_text())
     assert config["price"] == 5e-4
@@ -92,14 +79,6 @@ def test_saves_the_policy_alone(saved: Saved) -> None:
         "AutoModel": "modeling_ospruner.OSPrunerForCausalLM",
         "AutoModelForCausalLM": "modeling_ospruner.OSPrunerForCausalLM",
     }
-
-
-def test_a_passed_state_dict_is_filtered(saved: Saved, tmp_path: Path) -> None:
-    model, _ = saved
-    model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
-    assert all(
-        name.startswith("policy.") for name in load_file(tmp_path / "again" / "model.safetensors")
-    )
 
 
 def test_round_trip(saved: Saved) -> None:
@@ -121,33 +100,19 @@ def test_round_trip(saved: Saved) -> None:
     assert not loaded.policy.training
 
 
-def test_loads_on_a_shared_base_in_another_dtype(saved: Saved) -> None:
+def test_loads_on_a_shared_base_in_another_dtype_and_by_another_attention(saved: Saved) -> None:
     model, folder = saved
-    shared = OSPrunerForCausalLM.from_base(model.base, folder)
-    assert shared.base is model.base
+    assert OSPrunerForCausalLM.from_base(model.base, folder).base is model.base
     half = OSPrunerForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert half.base.dtype == torch.bfloat16
     assert half.policy.head.weight.dtype == torch.float32
-    torch.testing.assert_close(
-        stop_probabilities(half, TEXT, prompt_length=4),
-        stop_probabilities(model, TEXT, prompt_length=4),
-        rtol=0,
-        atol=5e-2,
-    )
-
-
-def test_attn_implementation_reaches_base_and_tail(saved: Saved) -> None:
-    model, folder = saved
     eager = OSPrunerForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    assert eager.base.config._attn_implementation == "eager"
-    if eager.policy.tail is not None:
-        assert eager.policy.tail.config._attn_implementation == "eager"
-    torch.testing.assert_close(
-        stop_probabilities(eager, TEXT, prompt_length=4),
-        stop_probabilities(model, TEXT, prompt_length=4),
-        rtol=0,
-        atol=1e-5,
-    )
+    for one in filter(None, (eager.base, eager.policy.tail)):
+        assert one.config._attn_implementation == "eager"
+    wanted = stop_probabilities(model, TEXT, prompt_length=4)
+    for other, close in ((half, 5e-2), (eager, 1e-5)):
+        found = stop_probabilities(other, TEXT, prompt_length=4)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=close)
 
 
 def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
@@ -220,21 +185,15 @@ def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_trunk_and_stop_logits(saved: Saved) -> None:
-    """The trunk stops where the tail enters."""
+def test_the_trunk_stops_where_the_tail_enters(saved: Saved) -> None:
     model, _ = saved
     ids = torch.randint(9, 300, (1, 12), generator=torch.Generator().manual_seed(0))
-    plain = stop_logits(model, ids)
-    hidden, _ = reading(model, ids)
-    assert hidden.shape == (1, 12, 32)
-    assert not hidden.requires_grad
-    assert plain.requires_grad
-    if model.policy.tail is not None:
-        calls: list[int] = []
-        for i, layer in enumerate(model.base.get_decoder().layers):
-            layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
-        reading(model, ids)
-        assert calls == [0, 1]
+    calls: list[int] = []
+    for i, layer in enumerate(model.base.get_decoder().layers):
+        layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
+    assert reading(model, ids)[0].shape == (1, 12, 32)
+    assert not reading(model, ids)[0].requires_grad
+    assert calls == 2 * list(range(4 if model.policy.tail is None else 2))
 
 
 def test_given_texts_are_scored_at_their_step_ends(
@@ -277,13 +236,12 @@ def test_given_texts_are_scored_at_their_step_ends(
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(
-    tiny_base_dir: Path,
+    tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
     ids: Any,
     length: Any,
     message: str,
 ) -> None:
-    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = untrained(base, tiny_tokenizer, tuning="layers")
+    model = untrained(tiny_base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=message):
         stop_probabilities(model, torch.tensor(ids), prompt_length=length)

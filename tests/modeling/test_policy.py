@@ -21,36 +21,9 @@ from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.generation_ospruner import Asked
 from modeling_ospruner.policy_ospruner import LayerKeys
 from ospruner.scoring import stop_probabilities
-from ospruner.train.untrained import fresh_layers, untrained
+from ospruner.train.untrained import fresh_layers
 
-from .families import make_base, padded_prompts
-
-
-def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = fresh_layers(tiny_base, 2, init_bias=-2.0, tuning="layers")
-    logits = policy(torch.randn(1, 3, 32), torch.arange(3)[None])
-    torch.testing.assert_close(logits, torch.full((1, 3), -2.0))
-
-
-def test_head_alone_reads_the_last_hidden_state(tiny_base: Qwen2ForCausalLM) -> None:
-    hidden = torch.randn(2, 3, 32)
-    for tuning in ("layers", "queries"):
-        policy = fresh_layers(tiny_base, 0, tuning)
-        assert (policy.tail, policy.new_cache(), policy.queries) == (None, None, False)
-        torch.testing.assert_close(policy(hidden), policy.head(hidden)[..., 0])
-
-
-def test_the_copied_layers_and_the_head_train(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = fresh_layers(tiny_base, 2, "layers")
-    torch.nn.init.normal_(policy.head.weight)
-    policy(torch.randn(1, 5, 32), torch.arange(5)[None]).sum().backward()
-    with_gradient = {n for n, p in policy.named_parameters() if p.grad is not None}
-    assert {"head.weight", "head.bias"} <= with_gradient
-    modules = {name.split(".")[3] for name in with_gradient if name.startswith("tail.layers")}
-    norms = {"input_layernorm", "post_attention_layernorm"}
-    assert modules == {"self_attn", "mlp", *norms}
-    assert "tail.norm.weight" not in with_gradient
-    assert not any(parameter.grad is not None for parameter in tiny_base.parameters())
+from ..families import let_write_paragraphs, make_base, padded_prompts, random_policy
 
 
 def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:
@@ -128,18 +101,11 @@ def policy_on(
     name: str, tokenizer: PreTrainedTokenizerFast, n: int = 3, **fields: Any
 ) -> OSPrunerForCausalLM:
     """A policy whose weights are not the base's; the base ends a step every few tokens."""
-    base = make_base(name, tokenizer, **fields)
-    model = untrained(base, tokenizer, n, "queries")
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+    model = random_policy(make_base(name, tokenizer, **fields), tokenizer, n, "queries")
+    with torch.no_grad():
         for parameter in model.policy.layers.parameters():
             parameter.mul_(1.1)
-    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
-    breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
-    ends = [model.token_format.think_end_id, tokenizer.eos_token_id]
-    bias = {**{(i,): 10.0 for i in breaks}, **{(i,): -100.0 for i in ends}}
-    model.base.generation_config.sequence_bias = bias
+    let_write_paragraphs(model.base, model.token_format, 10.0, -100.0)
     return model
 
 

@@ -4,35 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK
 from ospruner.rules import Budget
 from ospruner.rules.live import generate_with_rule
 from ospruner.scoring import stop_logits, stop_probabilities
-from ospruner.train.untrained import fresh_layers, untrained
+from ospruner.train.untrained import fresh_layers
+
+from ..families import let_write_paragraphs, make_base, random_policy
 
 SWITCH = 64
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SWITCH},
@@ -45,57 +27,27 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
+def base_of(
+    kind: str, tokenizer: PreTrainedTokenizerFast, positions: int, name: str = "llama"
+) -> PreTrainedModel:
+    """A tiny base with a `rope_type`, and so many positions."""
+    more = {"original_max_position_embeddings": SWITCH} if name == "phi3" else {}
+    rope = {"rope_theta": 10_000.0, **ROPES[kind]}
+    fields = {"max_position_embeddings": positions, "rope_parameters": rope}
+    return make_base(name, tokenizer, **fields, **more)
 
 
-def make_base(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> PreTrainedModel:
-    """A tiny Llama with a `rope_type`, and so many positions."""
-    config = LlamaConfig(
-        **SIZES,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_theta": 10_000.0, **ROPES[kind]},
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
-
-
-def make_model(
-    kind: str, tokenizer: PreTrainedTokenizerFast, positions: int
-) -> OSPrunerForCausalLM:
-    model = untrained(make_base(kind, tokenizer, positions), tokenizer, tuning="layers")
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        weight = model.policy.head.weight
-        weight.copy_(torch.randn(weight.shape, generator=generator))
-        model.policy.head.bias.zero_()
+def model_on(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> OSPrunerForCausalLM:
+    """A policy on it; every few tokens end a step."""
+    model = random_policy(base_of(kind, tokenizer, positions), tokenizer)
+    let_write_paragraphs(model.base, model.token_format, 15.0, -1e9)
     return model
-
-
-class Breaks(LogitsProcessor):
-    """Lets every seventh token end a step, and none end the thinking or the text."""
-
-    def __init__(self, model: OSPrunerForCausalLM) -> None:
-        fmt = model.token_format
-        self.breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
-        self.ends = [fmt.think_end_id, 0]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.index_fill(-1, torch.tensor(self.ends), LOW)
-        if input_ids.shape[1] % 7 == 0:
-            scores = torch.full_like(scores, LOW).index_fill(-1, torch.tensor(self.breaks), 0.0)
-        return scores
 
 
 def online(model: OSPrunerForCausalLM, prompt: torch.Tensor, new_tokens: int) -> tuple[Any, Any]:
     """A text that never stops, and the stop probabilities that generate met at its steps."""
     never = {"mode": "threshold", "threshold": 1.0}
-    breaks = LogitsProcessorList([Breaks(model)])
-    texts = model.generate(
-        prompt, stop_policy=never, max_new_tokens=new_tokens, logits_processor=breaks
-    )
+    texts = model.generate(prompt, stop_policy=never, max_new_tokens=new_tokens)
     return texts[0], model.last_stop[0].probabilities
 
 
@@ -111,7 +63,7 @@ def online(model: OSPrunerForCausalLM, prompt: torch.Tensor, new_tokens: int) ->
 def test_what_is_read_step_by_step_is_what_one_pass_gives(
     tiny_tokenizer: PreTrainedTokenizerFast, kind: str, positions: int, new_tokens: int
 ) -> None:
-    model = make_model(kind, tiny_tokenizer, positions)
+    model = model_on(kind, tiny_tokenizer, positions)
     prompt = tiny_tokenizer("<think>\n", return_tensors="pt").input_ids
     torch.manual_seed(0)
     text, met = online(model, prompt, new_tokens)
@@ -124,7 +76,7 @@ def test_what_is_read_step_by_step_is_what_one_pass_gives(
 def test_texts_that_pass_a_dynamic_switch_are_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    model = make_model("dynamic", tiny_tokenizer, SWITCH)
+    model = model_on("dynamic", tiny_tokenizer, SWITCH)
     prompt = torch.arange(20, 30)[None]
     message = r"may reach 70 tokens, but .* \(rope_type 'dynamic'\) change from 64 tokens on"
     with pytest.raises(ValueError, match=message):
@@ -141,25 +93,19 @@ def test_texts_that_pass_a_dynamic_switch_are_refused(
 def test_longrope_within_the_positions_is_refused_at_construction(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    phi = Phi3Config(
-        **SIZES,
-        vocab_size=300,
-        max_position_embeddings=4 * SWITCH,
-        original_max_position_embeddings=SWITCH,
-        rope_parameters={"rope_theta": 10_000.0, **ROPES["longrope"]},
-    )
-    for base in (make_base("longrope", tiny_tokenizer, 4 * SWITCH), Phi3ForCausalLM(phi)):
+    for one in ("llama", "phi3"):
+        base = base_of("longrope", tiny_tokenizer, 4 * SWITCH, one)
         name = type(base).__name__
         message = f"{name} cannot be a base: with rope_type 'longrope' .* passes 64 tokens"
         with pytest.raises(ValueError, match=message):
-            fresh_layers(base.eval(), 2, tuning="layers")
+            fresh_layers(base, 2, tuning="layers")
 
 
 def test_an_unknown_switch_is_found_by_trying(
     tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base that changes at the length that it names, by a way of its own."""
-    base = make_base("yarn", tiny_tokenizer, 4 * SWITCH)
+    base: Any = base_of("yarn", tiny_tokenizer, 4 * SWITCH)
     fresh_layers(base, 2, tuning="layers")
     rotary: Any = type(base.model.rotary_emb)
     forward = rotary.forward

@@ -10,47 +10,30 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import Qwen2ForCausalLM
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import price_logits, price_places
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.methods import price_grid
-from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.scoring import stop_logits, stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
+
+from ..chats import asked_of, chat_batch, prompts_of
+from ..families import random_policy
 
 RANGE = (5e-5, 1e-2)
 PRICES = (0.0, 2e-5, 5e-5, 3e-4, 1e-3, 1e-2)
 
 
-def priced(base: Any, tokenizer: Any, num_policy_layers: int = 1, **more: Any) -> Any:
+def priced(base: Any, tokenizer: Any, num_policy_layers: int = 1) -> Any:
     """A policy of every price with random weights, on whose prices much depends."""
-    model = untrained(
-        base,
-        tokenizer,
-        num_policy_layers=num_policy_layers,
-        price_range=RANGE,
-        **{"tuning": "layers", **more},
-    )
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(5)
-        model.policy.head.weight.normal_(0, 0.25)
-    return model
+    return random_policy(base, tokenizer, num_policy_layers, price_range=RANGE, std=0.25)
 
 
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     made: OSPrunerForCausalLM = priced(reasoner.model, reasoner.tokenizer)
     return made
-
-
-def prompts(reasoner: Reasoner, count: int) -> list[list[int]]:
-    fmt = reasoner.token_format
-    return [
-        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
-        for p in draw_split("test", count, 4)
-    ]
 
 
 def test_prices_have_places_from_nothing_to_the_highest() -> None:
@@ -112,16 +95,13 @@ def test_the_price_of_indifference_is_where_a_stop_is_as_likely_as_not() -> None
 @pytest.mark.parametrize("layers", [0, 2])
 def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layers: int) -> None:
     model = priced(reasoner.model, reasoner.tokenizer, layers)
-    texts = prompts(reasoner, 3)
-    width = max(map(len, texts))
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    texts = prompts_of(reasoner, 3)
+    padded = chat_batch(reasoner.tokenizer, asked_of(reasoner, 3))
+    width = padded["input_ids"].shape[1]
     tokens = []
     for price in PRICES[::2]:
         how = {"price": price, "mode": "threshold", "threshold": 0.5}
-        output = model.generate(
-            ids, attention_mask=mask, stop_policy=how, max_new_tokens=150, do_sample=False
-        )
+        output = model.generate(**padded, stop_policy=how, max_new_tokens=150, do_sample=False)
         tokens.append(sum(record.thinking_tokens for record in model.last_stop))
         for text, row, record in zip(texts, output, model.last_stop, strict=True):
             written = [*text, *row[width:].tolist()]
@@ -140,7 +120,7 @@ def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layer
 
 def test_a_policy_of_one_lambda_has_no_prices(reasoner: Reasoner) -> None:
     model = untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1, tuning="layers")
-    (ids,) = prompts(reasoner, 1)
+    (ids,) = prompts_of(reasoner, 1)
     model.config.price = 1e-3
     own = {"price": 1e-3, "threshold": 1.0}
     model.generate(torch.tensor([ids]), stop_policy=own, max_new_tokens=40)
@@ -158,7 +138,7 @@ def test_steps_at_which_it_is_not_asked_have_no_price(
     model: OSPrunerForCausalLM, reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.config, "step_stride", 2)
-    (ids,) = prompts(reasoner, 1)
+    (ids,) = prompts_of(reasoner, 1)
     model.generate(torch.tensor([ids]), stop_policy={"threshold": 1.0}, max_new_tokens=100)
     record = model.last_stop[0]
     asked = [not math.isnan(price) for price in record.prices]
@@ -183,7 +163,7 @@ def test_what_is_no_price_is_refused(
     error: type[Exception],
     said: str,
 ) -> None:
-    (ids,) = prompts(reasoner, 1)
+    (ids,) = prompts_of(reasoner, 1)
     with pytest.raises(error, match=said):
         model.generate(torch.tensor([ids]), stop_policy=settings, max_new_tokens=20)
 
@@ -213,8 +193,3 @@ def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> N
     with pytest.raises(TypeError, match="price is None; it must be a number"):
         policy(hidden)
     assert policy.outputs(hidden).shape == (1, 3, 6)
-
-
-def test_the_old_name_of_the_price_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has no length_penalty.* for price: rename it"):
-        OSPrunerConfig(length_penalty=2e-4)  # type: ignore[call-arg]

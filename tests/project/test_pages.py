@@ -12,6 +12,8 @@ import ospruner
 from ospruner.cli import app
 from ospruner.cli.fields import whole_commands
 
+from ..pages import commands
+
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("ospruner/demo/*/README.md")]
@@ -28,14 +30,6 @@ def anchors(page: Path) -> set[str]:
     """The names that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
-
-
-def command_lines(page: Path) -> list[str]:
-    """The lines of a page's shell blocks."""
-    blocks = [
-        text for language, text in FENCE.findall(page.read_text("utf-8")) if language == "bash"
-    ]
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 COMMANDS = whole_commands(app)
@@ -71,7 +65,7 @@ def test_every_page_of_docs_is_reached_from_readme() -> None:
 def test_commands_exist_and_have_their_options(page: Path) -> None:
     if page.name == "CHANGELOG.md":  # it tells of commands that are gone
         pytest.skip("history")
-    for line in command_lines(page):
+    for line in commands(page):
         found = re.match(r"(?:.*-m ospruner.cli|ospruner) (.*)", line)
         if found is None:
             continue
@@ -108,7 +102,7 @@ def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_benchmarks_take_the_options_that_pages_give_them() -> None:
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it tells of what is gone
-    texts = [line for page in pages for line in command_lines(page)]
+    texts = [line for page in pages for line in commands(page)]
     texts += [text for page in pages for text in re.findall(r"`([^`]+)`", prose(page))]
     named = [re.search(r"\bpython (benchmarks/\w+\.py)(.*)", text) for text in texts]
     asked: dict[str, set[str]] = {}
@@ -125,7 +119,7 @@ def test_make_targets_that_pages_name_exist() -> None:
     makefile = (REPO / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     for page in PAGES:
-        texts = [*command_lines(page), *re.findall(r"`([^`]+)`", prose(page))]
+        texts = [*commands(page), *re.findall(r"`([^`]+)`", prose(page))]
         named = {one[1] for text in texts if (one := re.match(r"make ([a-z][\w-]*)", text))}
         assert named <= targets, page
 

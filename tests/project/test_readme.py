@@ -1,9 +1,10 @@
 """The README's Python blocks, run as they stand but for their sizes."""
 
-import re
 from pathlib import Path
 
 import pytest
+
+from ..pages import blocks
 
 # Two hundred traces and forty passes would take minutes.
 SMALL = {
@@ -15,14 +16,13 @@ SMALL = {
 def test_the_three_programs_run_as_written(
     repo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    page = (repo_dir / "README.md").read_text()
-    stop, make, compare = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    stop, make, compare = blocks(repo_dir / "README.md", "python")
     monkeypatch.chdir(tmp_path)
     exec(stop, {})
     plain, stopped = capsys.readouterr().out.split("<|im_end|>")
     assert "48+54=102. Good." in plain
     assert stopped.strip().endswith("\\boxed{16}\npolicy 36")
-    assert "policy 36" in page
+    assert "policy 36" in (repo_dir / "README.md").read_text("utf-8")
     for old, new in SMALL.items():
         assert old in make
         make = make.replace(old, new)

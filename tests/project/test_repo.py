@@ -87,18 +87,6 @@ def test_targets_make_their_environment(bare_copy: Path, target: str) -> None:
     assert created < installed < plan.index(".venv/bin/", installed + len("-c constraints.txt -e"))
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
-def test_environment_is_renewed_only_when_its_sources_change(bare_copy: Path, changed: str) -> None:
-    stamp = bare_copy / ".venv" / ".ready"
-    stamp.parent.mkdir()
-    stamp.touch()
-    (stamp.parent / ".engines").touch()
-    assert "pip install" not in make("-n", "test", cwd=bare_copy)
-    later = stamp.stat().st_mtime + 10
-    os.utime(bare_copy / changed, (later, later))
-    assert "pip install" in make("-n", "test", cwd=bare_copy)
-
-
 def test_ci_entry_runs_what_make_test_runs(repo_dir: Path) -> None:
     entry = repo_dir / ".ci" / "run"
     assert os.access(entry, os.X_OK)
@@ -170,21 +158,3 @@ def test_tracked_files_name_no_machine(repo_dir: Path) -> None:
         if path.is_file() and path.suffix not in NOT_READ and path != Path(__file__):
             found[name] = machine_traces(path.read_text(encoding="utf-8"))
     assert {name: hits for name, hits in found.items() if hits} == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "is_trace"),
-    [
-        ("pip install --extra-index-url https://mirror.example/simple torch", True),
-        ("https://download.example.org/whl/cpu", True),
-        ("find-links = file:///wheels", True),
-        ("data = '/home/ann/traces'", True),
-        ("C:\\Users\\Ann", True),
-        ("https://huggingface.co/docs/hub/model-cards", False),
-        ("https://example.org/home/index.html", False),
-        ("PIP_EXTRA_INDEX_URL=<that address> make test", False),
-        ("read ../shared/home/x and ~/scratch/y, ./opt/z or $DIR/mnt/q", False),
-    ],
-)
-def test_machine_traces_are_told_from_plain_text(text: str, is_trace: bool) -> None:
-    assert bool(machine_traces(text)) == is_trace

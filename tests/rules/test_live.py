@@ -11,96 +11,36 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.auto import CONFIG_MAPPING
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, TokenFormat
-from ospruner.demo.shipped import Reasoner, draw_split
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
-from ospruner.eval.problems.problem import user_message
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import Agreement, AnswerEntropy, Budget, Family, StopRule, TrialConfidence
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
 
+from ..chats import asked_of, chat_batch, prompts_of
 from ..eval.evaluations import tabled
+from ..families import let_write_paragraphs, make_base
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 NEW_TOKENS = 24
-WINDOW = 8  # shorter than any prompt: what a sliding layer holds has long been cut
-
-ATTENTION = ["sliding_attention", "full_attention"] * 2
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "gpt_oss": {**EXPERTS, "sliding_window": WINDOW, "layer_types": ATTENTION},
-    "gemma3_text": {"sliding_window": WINDOW, "layer_types": ATTENTION},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
-    "qwen3_next": {
-        **EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 8,
-    },
-}
 
 
-def make_base(family: str, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> Any:
-    """A tiny random model of a family, which likes to end paragraphs and never ends its text."""
-    make_config: Any = CONFIG_MAPPING[family]
-    config = make_config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,
-        **{**FAMILIES.get(family, {}), **extra},
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        base: Any = AutoModelForCausalLM.from_config(config).eval()
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & 1 and kind & 8]
-    base.generation_config.eos_token_id = tokenizer.eos_token_id
-    base.generation_config.pad_token_id = tokenizer.pad_token_id
-    base.generation_config.sequence_bias = {
-        **{(i,): 6.0 for i in breaks},
-        (tokenizer.eos_token_id,): -60.0,
-        (fmt.think_end_id,): -60.0,
-    }
+def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """A tiny random base, which likes to end paragraphs and never ends its text."""
+    base: Any = make_base(family, tokenizer, max_position_embeddings=512)
+    let_write_paragraphs(base, TokenFormat.compile(DEEPSEEK_R1, tokenizer), 10.0, -60.0)
     return base
 
 
-def padded_prompts(tokenizer: PreTrainedTokenizerFast, batch: int = 2) -> dict[str, torch.Tensor]:
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "Ann has 3 apples" + " and buys 4 more" * i}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        for i in range(batch)
-    ]
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+def prompts(tokenizer: PreTrainedTokenizerFast, batch: int = 2) -> dict[str, torch.Tensor]:
+    return chat_batch(
+        tokenizer, ["Ann has 3 apples" + " and buys 4 more" * i for i in range(batch)]
+    )
 
 
 def asking(seen: list[tuple[int, int, TrialAnswer]], max_tokens: int, stop_at: int) -> StopRule:
@@ -151,8 +91,9 @@ def answer_by_whole_passes(
 
 
 SLOW = ("qwen3_next", "gemma3_text")  # as gpt_oss and falcon_h1 here
-CASES = [
-    pytest.param(family, marks=[pytest.mark.slow] if family in SLOW else []) for family in FAMILIES
+CASES = [  # the windows are shorter than any prompt: what such a layer holds has long been cut
+    *("qwen2", "gpt_oss", "lfm2", "falcon_h1"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
 ]
 
 
@@ -161,9 +102,9 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
     tiny_tokenizer: PreTrainedTokenizerFast, family: str
 ) -> None:
     """Cache, random state and texts are what they are without trial answers."""
-    base = make_base(family, tiny_tokenizer)
+    base = writer(family, tiny_tokenizer)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = padded_prompts(tiny_tokenizer)
+    inputs = prompts(tiny_tokenizer)
     assert (inputs["attention_mask"] == 0).any()
     how = {**SAMPLED, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     torch.manual_seed(5)
@@ -201,13 +142,12 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
 
 def test_a_stopped_row_writes_its_trial_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """What is forced after the stop is what was tried before it."""
-    base = make_base("qwen2", tiny_tokenizer)
+    base = writer("qwen2", tiny_tokenizer)
     base.generation_config.sequence_bias = None  # trial answers know the model alone
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = padded_prompts(tiny_tokenizer, 3)
+    inputs = prompts(tiny_tokenizer, 3)
     seen: list[tuple[int, int, TrialAnswer]] = []
     rule = asking(seen, 8, 1)
-    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & 1 and kind & 8]
     torch.manual_seed(1)
     output, records = generate_with_rule(
         base,
@@ -217,7 +157,7 @@ def test_a_stopped_row_writes_its_trial_answer(tiny_tokenizer: PreTrainedTokeniz
         **inputs,
         **SAMPLED,
         max_new_tokens=200,
-        logits_processor=[MoreBreaks(breaks, fmt.think_end_id)],
+        logits_processor=[MoreBreaks(fmt)],
     )
     width = inputs["input_ids"].shape[1]
     assert [record.reason for record in records] == ["policy"] * 3
@@ -231,11 +171,11 @@ def test_a_stopped_row_writes_its_trial_answer(tiny_tokenizer: PreTrainedTokeniz
 
 
 class MoreBreaks:
-    """Makes step ends likely while a row thinks."""
+    """Makes step ends likely while a row thinks, and its end unlikely."""
 
-    def __init__(self, breaks: list[int], think_end: int) -> None:
-        self.breaks = breaks
-        self.think_end = think_end
+    def __init__(self, fmt: TokenFormat) -> None:
+        self.breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK and kind & VISIBLE]
+        self.think_end = fmt.think_end_id
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         thinking = ~(input_ids == self.think_end).any(-1)
@@ -248,48 +188,27 @@ class MoreBreaks:
 def test_a_base_without_a_cache_of_keys_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    base = make_base("mamba", tiny_tokenizer)
+    base = writer("mamba", tiny_tokenizer)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = padded_prompts(tiny_tokenizer)
+    inputs = prompts(tiny_tokenizer)
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
         generate_with_rule(
             base, tiny_tokenizer, asking([], 6, 9), token_format=fmt, **inputs, max_new_tokens=3
         )
 
 
-def prompts_of(reasoner: Reasoner) -> list[str]:
-    """The prompts of six problems."""
-    return [
-        str(
-            reasoner.tokenizer.apply_chat_template(
-                [{"role": "user", "content": user_message(problem, reasoner.token_format.format)}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
-        for problem in draw_split("test", 6, 0)
-    ]
+Solved = tuple[list[StopRecord], list[list[int]]]  # records, and what was generated
 
 
-def solve(
-    reasoner: Reasoner, rule: StopRule | dict[str, Any]
-) -> tuple[list[StopRecord], list[list[int]]]:
-    """Greedy traces of six problems under a rule: records, and what was generated."""
-    tokenizer = reasoner.tokenizer
-    inputs = tokenizer(
-        prompts_of(reasoner),
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
-        add_special_tokens=False,
-    )
+def solve(reasoner: Reasoner, rule: StopRule | dict[str, Any]) -> Solved:
+    """Greedy traces of six problems under a rule."""
+    inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
     output, records = generate_with_rule(
         reasoner.model,
-        tokenizer,
+        reasoner.tokenizer,
         rule,
         token_format=reasoner.token_format,
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+        **inputs,
         max_new_tokens=160,
         do_sample=False,
     )
@@ -297,7 +216,7 @@ def solve(
 
 
 @pytest.fixture(scope="module")
-def whole(reasoner: Reasoner) -> tuple[list[StopRecord], list[list[int]]]:
+def whole(reasoner: Reasoner) -> Solved:
     """What the reasoner writes when nothing stops it."""
     return solve(reasoner, Budget(10_000))
 
@@ -312,7 +231,7 @@ RULES: dict[str, StopRule] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_training_free_rules_shorten_the_reasoners_traces(
-    reasoner: Reasoner, whole: tuple[list[StopRecord], list[list[int]]], name: str
+    reasoner: Reasoner, whole: Solved, name: str
 ) -> None:
     """Each row is the whole trace up to its stop, and then the answer that was tried there."""
     records, texts = solve(reasoner, RULES[name])
@@ -347,21 +266,19 @@ def told(found: dict[int, list[tuple[str, float]]]) -> StopRule:
     return Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
 
 
-def test_rules_are_told_steps_and_the_thinkings_entropy(
-    reasoner: Reasoner, whole: tuple[list[StopRecord], list[list[int]]]
-) -> None:
+def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner, whole: Solved) -> None:
     """As a pass over each whole text finds them."""
     found: dict[int, list[tuple[str, float]]] = {}
     records, texts = solve(reasoner, told(found))
     assert texts == whole[1]
-    prompts = reasoner.tokenizer(prompts_of(reasoner), add_special_tokens=False)["input_ids"]
+    ids = prompts_of(reasoner, 6)
     traces = [text[: r.step_ends[-1]] for text, r in zip(texts, records, strict=True)]
     ends = [r.step_ends for r in records]
     steps = max(len(row) for row in ends)
     lengths = np.array([[*row, *[row[-1]] * (steps - len(row))] for row in ends])
     mask = np.arange(steps) < np.array([[len(row)] for row in ends])
     table = tabled(mask, lengths=lengths)
-    dataset = Dataset.from_dict({"prompt_ids": prompts, "trace_ids": traces})
+    dataset = Dataset.from_dict({"prompt_ids": ids, "trace_ids": traces})
     entropies = thinking_entropies(reasoner.model, dataset, table)
     for i, row in enumerate(ends):
         said = [reasoner.tokenizer.decode(traces[i][a:b]) for a, b in pairwise([0, *row])]
@@ -370,9 +287,7 @@ def test_rules_are_told_steps_and_the_thinkings_entropy(
     assert len({round(h, 6) for row in found.values() for _, h in row}) > len(ends)
 
 
-def test_a_budget_needs_no_policy(
-    reasoner: Reasoner, whole: tuple[list[StopRecord], list[list[int]]]
-) -> None:
+def test_a_budget_needs_no_policy(reasoner: Reasoner, whole: Solved) -> None:
     records, _ = solve(reasoner, Budget(40))
     assert [r.reason for r in records].count("budget") >= 4
     for record, full in zip(records, whole[0], strict=True):

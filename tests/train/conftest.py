@@ -26,6 +26,8 @@ from ospruner.train.labels.loading import Labels
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
+from ..label_rows import label_row
+
 MakeLabels = Callable[..., Dataset]
 PRICE = 5e-3
 PRICES = [3e-2, 1e-2, PRICE]
@@ -81,33 +83,21 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
                 ids += [body[i] for i in draws.integers(0, len(body), 4)] + boundary
                 ends.append(len(ids))
             right = [float(step >= solved_at) for step in range(steps)]
-            answers = ["7" if value else "3" for value in right]
-            row = {
-                "problem_id": f"{prefix}{n}",
-                "sample_index": 0,
-                "family": "",
-                "problem": f"Ann {prefix}{n} has 3 apples",
-                "answer": "7",
-                "prompt_ids": prompt,
-                "trace_ids": ids,
-                "step_ends": ends,
-                "forced_answers": answers,
-                "forced_correct": right,
-                "matches_final": [value == right[-1] for value in right],
-                "forced_answer_tokens": [2] * steps,
-                "forced_answer_ids": [[3, 4]] * steps,
-                "forced_logprob": [-0.5] * steps,
-                "forced_entropy": [0.25] * steps,
-                "forced_answer_entropy": [0.5] * steps,
-                "option_probabilities": [None] * steps,
-                "ungraded_reasons": [None] * steps,
-                "natural_answer": "7",
-                "natural_correct": 1.0,
-                "natural_answer_tokens": 5,
-                "natural_answer_ids": [2] * 5,
-                "ended": "natural",
-            }
-            rows.append({name: changes.get(name, value) for name, value in row.items()})
+            row = label_row(
+                f"{prefix}{n}",
+                steps=steps,
+                family="",
+                problem=f"Ann {prefix}{n} has 3 apples",
+                answer="7",
+                prompt_ids=prompt,
+                trace_ids=ids,
+                step_ends=ends,
+                forced_answers=["7" if value else "3" for value in right],
+                forced_correct=right,
+                matches_final=[value == right[-1] for value in right],
+                natural_answer="7",
+            )
+            rows.append(row | changes)
         return Dataset.from_list(rows, features=FEATURES)
 
     return make

@@ -42,6 +42,7 @@ from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import set_trainable, untrained
 
+from ..label_rows import label_row
 from .conftest import MakeLabels
 
 BASES = Path(__file__).parents[1] / "bases"
@@ -226,19 +227,10 @@ def long_traces(count: int) -> LabelledTraces:
     """Traces of as many tokens and steps as R1's longest."""
     ends = np.linspace(TOKENS // STEPS, TOKENS - 100, STEPS).astype(int).tolist()
     right = [float(end > TOKENS / 2) for end in ends]
-    row = {
-        "prompt_ids": [0] * 100,
-        "trace_ids": [0] * (TOKENS - 100),
-        "step_ends": ends,
-        "forced_correct": right,
-        "matches_final": [value == 1.0 for value in right],
-        "forced_answer_tokens": [2] * STEPS,
-        "natural_answer_tokens": 2,
-        "ended": "natural",
-        "family": "",
-    }
-    blank = {name: None for name in FEATURES}
-    rows = [blank | row | {"problem_id": f"p{n}"} for n in range(count)]
+    columns: dict[str, Any] = {"prompt_ids": [0] * 100, "trace_ids": [0] * (TOKENS - 100)}
+    columns |= {"step_ends": ends, "forced_correct": right}
+    columns |= {"matches_final": [value == 1.0 for value in right]}
+    rows = [label_row(f"p{n}", steps=STEPS, **columns) for n in range(count)]
     return LabelledTraces.from_dataset(Dataset.from_list(rows, features=FEATURES))
 
 

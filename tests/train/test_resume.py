@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
+from ..own_process import ended, start
 from .conftest import PRICED, SETTINGS, SHORT, MakeLabels, files_for_a_group, log_of
 
 Fit = Callable[..., list[SavedPolicy]]
@@ -83,23 +84,13 @@ def test_a_killed_run_ends_with_the_same_bits(
         if phase == "train" and done == 14:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those of others do not live on in a child
-    try:
-        if not (child := os.fork()):
-            try:
-                fit(STAGES, labels, out, held_out, progress=killed)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        assert (out / "price2e-2").is_dir()
-        assert not (out / "price1e-2").exists()
-        (out / "checkpoint-13").mkdir()
-        (out / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
-        again = fit(STAGES, labels, out, held_out, progress=ending_at(-1, seen))
-        whole = fit(STAGES, labels, tmp_path / "whole", held_out)
-    finally:
-        torch.set_num_threads(threads)
+    assert ended(start(lambda: fit(STAGES, labels, out, held_out, progress=killed))) == -9
+    assert (out / "price2e-2").is_dir()
+    assert not (out / "price1e-2").exists()
+    (out / "checkpoint-13").mkdir()
+    (out / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
+    again = fit(STAGES, labels, out, held_out, progress=ending_at(-1, seen))
+    whole = fit(STAGES, labels, tmp_path / "whole", held_out)
     assert seen == list(range(13, 21))  # goes on after step 12
     assert all(same(one, other) for one, other in zip(again, whole, strict=True))
     assert logged(out) == logged(tmp_path / "whole")

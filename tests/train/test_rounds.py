@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
+from ospruner import rounds as rounds_of
+from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 from ospruner.rounds import Round, looks_of, make, round_sizes, worth_a_round
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import record_of
+
+from ..own_process import ended, start
 
 ROUND = Round(400, 200, 200, 2.0, 0.20, 0.3, 0.25, 4.0, "")
 
@@ -38,31 +42,29 @@ def test_labels_grow_as_long_as_they_are_worth_their_hours() -> None:
     assert looks_of([50], 0.02) == 1
 
 
-def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_policy_card_report_and_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds_of, "FIRST", 30)
     problems, out = tmp_path / "toys.jsonl", tmp_path / "made"
-    rows = [vars(one) for one in draw_split("train", 70, 2)]
+    rows = [vars(one) for one in draw_split("train", 43, 2)]
     rows.append(rows[0] | {"id": "again"})
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"engine": "transformers", "device": "cpu", "max_thinking_tokens": "300"}
-    command = [
-        *(sys.executable, "-m", "ospruner.cli", "make", str(REASONER), "--dataset", str(problems)),
-        *("--out", str(out), "--max-loss", "0.3"),
-        *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")),
-    ]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(out.glob("rounds/50/checkpoint-*")) and first.poll() is None:
+    command = ["make", str(REASONER), "--dataset", str(problems), "--out", str(out)]
+    command += ["--max-loss", "0.3", *(f"--set={name}={value}" for name, value in settings.items())]
+    first = start(lambda: app(command))
+    while not list(out.glob("rounds/30/checkpoint-*")):
+        assert os.waitpid(first, os.WNOHANG) == (0, 0), "it ended before it could be killed"
         time.sleep(0.05)
-    assert first.poll() is None, "it ended before it could be killed"
-    first.kill()
-    first.wait()
+    os.kill(first, signal.SIGKILL)
+    assert ended(first) == -signal.SIGKILL
     shards = {path: path.read_bytes() for path in (out / "labels").glob("data/*.parquet")}
     assert shards
-    done = subprocess.run(
-        command, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = " ".join(done.stdout.split())
-    for words in ("50 problems, ", "71 problems, ", "all 71 problems are labelled", "30 points"):
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    for words in ("30 problems, ", "44 problems, ", "all 44 problems are labelled", "30 points"):
         assert words in said
     assert f"ospruner serve {out / 'policy'} --max-loss 0.3" in said
     assert f"ospruner publish {out / 'policy'} ORG/NAME --dry-run" in said
@@ -70,7 +72,7 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path)
         assert not path.exists() or path.read_bytes() == content, "labels were made again"
     (promise,) = OSPrunerConfig.from_pretrained(out / "policy").calibrations or []
     rounds = record_of(out)["rounds"]
-    assert [one["problems"] for one in rounds] == [50, 71]
+    assert [one["problems"] for one in rounds] == [30, 44]
     assert promise["tokens_saved"] == max(one["saved"] for one in rounds)
     assert all(one["trained_on"] + one["tested_on"] <= one["problems"] for one in rounds)
     assert "30.0 points" in (out / "policy" / "README.md").read_text("utf-8")
@@ -80,10 +82,10 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(tmp_path: Path)
     assert load_labels(out / "labels").traces["problem_id"] != [row["id"] for row in rows]
 
     # Labels that one has come first, and each round has its own problems alone.
-    limits = {"max_loss": 0.3, "problems": 60, "labels": out / "labels"}
+    limits = {"max_loss": 0.3, "problems": 36, "labels": out / "labels"}
     less: dict[str, Any] = {**settings, "max_thinking_tokens": 300, **limits}
     again = make(str(REASONER), str(problems), out=tmp_path / "again", **less)
-    assert [one.problems for one in again.rounds] == [50, 60]
+    assert [one.problems for one in again.rounds] == [30, 36]
     assert [one.trained_on for one in again.rounds] < [one["trained_on"] for one in rounds]
     copied = load_labels(tmp_path / "again" / "labels").traces
     assert copied["trace_ids"] == load_labels(out / "labels").traces["trace_ids"], "labelled anew"

@@ -13,12 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -32,31 +27,12 @@ from ospruner.train.tail import TrainedPolicy, no_denormals, step_outputs
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
 
+from ..families import make_base, random_policy
 from .conftest import RANGE, SETTINGS, MakeLabels
 
 ROWS: IntArray = np.arange(12)
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "llama": {"attention_bias": True},
-    "qwen3": {"head_dim": 8},
-    # Scales what enters its first layer, which the policy puts back.
-    "granite": {"embedding_multiplier": 12.0, "pad_token_id": None},
-    "gpt_oss": {
-        "pad_token_id": None,
-        "head_dim": 8,
-        "sliding_window": 8,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-    },
-}
+# granite scales what enters its first layer, which the policy puts back.
+KINDS = ("qwen2", "llama", "qwen3", "granite", "gpt_oss")
 MakeModel = Callable[..., Any]
 
 
@@ -70,11 +46,7 @@ def make_model(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeModel:
     """A random base of a family with a policy whose weights are not the base's."""
 
     def make(kind: str = "qwen2", tuning: str = "layers", n: int = 2) -> Any:
-        torch.manual_seed(0)
-        fields = {**SIZES, **FAMILIES[kind], "vocab_size": len(tiny_tokenizer)}
-        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
-        model = untrained(base, tiny_tokenizer, n, tuning=tuning)
-        torch.nn.init.normal_(model.policy.head.weight)
+        model = random_policy(make_base(kind, tiny_tokenizer), tiny_tokenizer, n, tuning, std=1.0)
         with torch.no_grad():
             for parameter in model.policy.layers.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -117,7 +89,7 @@ def same(ours: list[Tensor], theirs: list[Tensor], share: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_way_gives_the_same_logits_and_gradients(
     kind: str,
     tuning: str,

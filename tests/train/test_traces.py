@@ -13,12 +13,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.scoring import reading
@@ -29,36 +24,12 @@ from ospruner.train.states import run_trunk
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
 
+from ..families import make_base
 from .conftest import MakeLabels
 
 Kept = Callable[..., LabelledTraces]
 OTHER = {"layers": "queries", "queries": "layers"}
 ROWS = np.arange(12)
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
-SLIDING: dict[str, Any] = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-RECURRENT: dict[str, Any] = {
-    "num_experts": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts_per_tok": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 def test_batches_hold_the_tokens_and_places_of_the_rows(make_labels: MakeLabels) -> None:
@@ -117,25 +88,17 @@ def test_every_token_has_one_slot_and_lines_hold_whole_traces(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "implementation"),
+    ("kind", "implementation"),
     [
-        ("qwen2", {}, "sdpa"),
-        ("qwen2", {}, "eager"),
-        ("gemma3_text", SLIDING, "sdpa"),
-        ("gpt_oss", SLIDING | EXPERTS, "eager"),
-        ("qwen3_next", RECURRENT, "sdpa"),
+        *(("qwen2", "sdpa"), ("qwen2", "eager"), ("gemma3_text", "sdpa"), ("gpt_oss", "eager")),
+        ("qwen3_next", "sdpa"),
     ],
 )
 def test_states_are_those_of_each_trace_alone(
-    kind: str,
-    fields: dict[str, Any],
-    implementation: str,
-    make_labels: MakeLabels,
-    tiny_tokenizer: PreTrainedTokenizerFast,
+    kind: str, implementation: str, make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **fields, vocab_size=len(tiny_tokenizer))
-    base = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    base = make_base(kind, tiny_tokenizer)
+    base.set_attn_implementation(implementation)
     model = untrained(base, tiny_tokenizer, num_policy_layers=1, tuning="layers")
     # Recurrent layers would carry over; other attention than sdpa goes unpacked.
     packs = implementation == "sdpa" and kind != "qwen3_next"
@@ -147,7 +110,8 @@ def test_states_are_those_of_each_trace_alone(
     assert lines < len(rows)  # something was packed, where it may be
     for b, row in enumerate(rows):
         alone = reading(model, torch.from_numpy(traces.tokens[row])[None])[0][0]
-        close = 1e-5 * float(alone.abs().max())  # of the largest state, in float32
+        # Of the largest state, in float32; of linear attention other batches round otherwise.
+        close = (1e-4 if kind == "qwen3_next" else 1e-5) * float(alone.abs().max())
         torch.testing.assert_close(together[b, : len(alone)], alone, atol=close, rtol=0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -16,21 +15,13 @@ from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 
+from ..pages import blocks, commands
+
 SMALL = {
     "--prices r1": "--prices 5e-4,5e-5",
     "eval_steps=50": "eval_steps=2",
     "Qwen/Qwen2.5-7B-Instruct": "{judge}",
 }
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
-
-
-def commands(page: Path) -> list[str]:
-    """The commands of a page, a line each."""
-    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line]
 
 
 def test_every_command_of_training(

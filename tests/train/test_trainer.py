@@ -430,7 +430,3 @@ def test_one_policy_is_pushed_by_its_folder(
     trainer.train()
     trainer.push_to_hub("org/policy", private=True)
     assert published == [((trainer.policies[0].path, "org/policy"), {"private": True})]
-    several = make_trainer(SHORT | {"prices": [2e-2, 1e-2]}, out=tmp_path / "two")
-    several.train()
-    with pytest.raises(ValueError, match="2 policies are trained here .*price1e-2.*: publish one"):
-        several.push_to_hub("org/policy")

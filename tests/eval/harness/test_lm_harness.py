@@ -18,6 +18,7 @@ from ospruner.cli import main
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
+from ...chats import chat_batch, chat_ids
 from .conftest import COUNT
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
@@ -63,12 +64,7 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
     right = 0
     for sample, row in zip(samples, rows, strict=True):
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["problem"]}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        inputs: Any = chat_batch(tokenizer, [row["problem"]])
         output = model.generate(
             **inputs, stop_policy=settings or False, max_new_tokens=300, do_sample=False
         )
@@ -162,9 +158,7 @@ def test_harmony_header_is_no_answer(
     from ospruner.eval.harness.lm_harness import answer_of
 
     tokenizer: Any = real_harmony[0]
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_dict=False
-    )
+    prompt = chat_ids(tokenizer, "1+1?")
     texts = {
         "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant"
         "<|channel|>final<|message|>It is 2.\n\nSo.": True,

@@ -74,26 +74,6 @@ def test_the_printed_definition_misses() -> None:
     assert (aime["recomputed"] < 0).all()
 
 
-def test_what_the_prose_says_of_math_500_is_another_row() -> None:
-    ours = {"model": MODELS[0], "method": "OS-Pruner", "benchmark": "MATH-500"}
-    rows = {
-        price: row("full", answer="forced", parameter=price, **ours)
-        for price in published("full")
-        .query("model == @MODELS[0] and answer == 'forced' and method == 'OS-Pruner'")["parameter"]
-        .unique()
-    }
-    for name in ("accuracy_percent", "length_tokens"):
-        assert row("table1", **ours)[name] == rows[1e-4][name]
-    assert rows[5e-5]["reduction_percent"] == 52.8  # what the prose says
-    assert rows[1e-4]["reduction_percent"] == 60.8
-    for variant in (AES_ABSOLUTE, AES_RELATIVE):  # and the table's row is the better one
-        scores = {
-            price: float(variant(c["accuracy_percent"] / 100, c["length_tokens"], 0.774, 3377))
-            for price, c in rows.items()
-        }
-        assert max(scores, key=lambda price: scores[price]) == 1e-4
-
-
 def test_measured_stands_beside_published() -> None:
     frame = with_published(make_results()).set_index(["method", "setting"])
     paper = frame[["paper_accuracy_percent", "paper_length_tokens"]]

@@ -99,15 +99,6 @@ def test_results_stand_in_80_columns_with_their_intervals() -> None:
     assert "2.0 [1.0, 3.0]" in table.markdown(), "names need the width in terminals alone"
 
 
-def test_the_longest_names_of_the_demo_fit_80_columns() -> None:
-    wide = make_result("convergence (1 point)", 0.5, 1234, 0.95, "threshold")
-    wide |= Estimate(-1.25, -1.5, -1.1).spread("aes")
-    long = [RESULTS[0], wide, make_result("fixed budget", 0.5, 1234, 12000, "tokens")]
-    lines = lines_of(results_table(frame_of([*long, *LIMITS])))
-    assert any("convergence (1 point) ≥.95" in line and "-1.25 ±0.25" in line for line in lines)
-    assert any("fixed budget 12000 tokens" in line and "1,234 ±5" in line for line in lines)
-
-
 def test_scores_of_two_variants_are_not_mixed() -> None:
     other = RESULTS[1] | {"aes_label": AES_RELATIVE.label}
     with pytest.raises(ValueError, match="results of one AES"):

@@ -106,30 +106,6 @@ def test_a_setting_where_nobody_reads_it_is_refused(sent: Any, named: str | None
         check_body(SimpleNamespace(_body=body))
 
 
-def test_a_body_is_looked_at_as_fastapi_keeps_it() -> None:
-    """Its route has read the body by then, into a model that drops what it does not know."""
-    pytest.importorskip("fastapi")
-    from fastapi import FastAPI, Request
-    from fastapi.testclient import TestClient
-
-    app, said = FastAPI(), list[str]()
-
-    async def generate(obj: dict[str, Any], request: Request) -> None:
-        try:
-            check_body(request)
-        except ValueError as error:
-            said.append(str(error))
-
-    generate.__annotations__["request"] = Request  # a name of this function alone
-    generate.__annotations__["obj"] = dict[str, Any]
-    app.post("/generate")(generate)
-    client = TestClient(app)
-    for body in ({"text": "a"}, {"text": "a", "stop_threshold": 0.5}):
-        assert client.post("/generate", json=body).status_code == 200
-    assert said == [one for one in said if "'stop_threshold'" in one]
-    assert len(said) == 1
-
-
 CHAT = (
     *("custom_params", "tools", "tool_choice", "response_format", "regex", "ebnf"),
     "reasoning_effort",

@@ -15,8 +15,9 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
 
+from ...chats import prompts_of
 from ...server_process import SGLANG_PYTHON, running_sglang
-from ..vllm.plugin_replay import check_record, make_policy, make_prompts
+from ..vllm.plugin_replay import check_record, make_policy
 
 pytestmark = pytest.mark.skipif(
     SGLANG_PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"
@@ -44,7 +45,7 @@ def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPru
 @pytest.fixture(scope="module")
 def prompts(reasoner: Reasoner) -> list[list[int]]:
     """36 prompts of different lengths, some of them twice, some with a long common prefix."""
-    made = make_prompts(reasoner, 24)
+    made = prompts_of(reasoner, 24)
     shared = [token for prompt in made[:3] for token in prompt]
     return [*made, *made[:6], *([*shared, *prompt] for prompt in made[12:18])]
 
@@ -255,6 +256,8 @@ def test_wrong_keys_are_refused(
 ) -> None:
     answer = refused(url, "generate", body(prompts[0], extra, **sampling))
     assert message in json.loads(answer)["error"]["message"]
+    beside = refused(url, "generate", body(prompts[0], None) | {"stop_threshold": 0.5})
+    assert "would do nothing here: send it" in beside
 
 
 def test_chat(url: str) -> None:

@@ -22,9 +22,10 @@ from ospruner.serving.vllm import parser as parsers
 from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, format_of
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, parser_of, register
 
+from ...chats import chat_ids, prompts_of
 from .plugin_checks import NEVER, greedy, record, run, start_policy
 from .plugin_checks import environment as environment
-from .plugin_replay import check_record, make_policy, make_prompts
+from .plugin_replay import check_record, make_policy
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -81,7 +82,7 @@ def replied(name: str, tokenizer: Any, prompt: list[int], text: str | list[int])
 def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, name: str) -> None:
     model = made(reasoner, tmp_path, name)
     llm = start_policy(tmp_path, additional_config={"ospruner": {"stop_policy": True}})
-    prompts = make_prompts(reasoner, 12)
+    prompts = prompts_of(reasoner, 12)
     extras: list[dict[str, Any]] = [
         {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i}
         | ([NEVER, {**NEVER, "stop_answer": "free"}, {}][i % 3])
@@ -171,7 +172,7 @@ def test_what_follows_a_closed_thinking_is_content(
         make_policy(reasoner, tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     end = "That fits" if own else "</think>"
-    [opened] = make_prompts(reasoner, 1)
+    [opened] = prompts_of(reasoner, 1)
     size = len(reasoner.token_format.opening_ids)
 
     def ids(text: str) -> list[int]:
@@ -197,9 +198,7 @@ class Speaker:
     def __init__(self, tokenizer: Any, form: ReasoningFormat) -> None:
         self.tokenizer, self.form = tokenizer, form
         self.fmt = TokenFormat.compile(form, tokenizer)
-        chat: Any = [{"role": "user", "content": "2 + 3?"}]
-        template: Any = {"add_generation_prompt": True, "tokenize": False}
-        self.prompt = self.ids(str(tokenizer.apply_chat_template(chat, **template)))
+        self.prompt = chat_ids(tokenizer, "2 + 3?")
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -383,19 +382,16 @@ def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_harmony_after_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = [{"role": "user", "content": "2 + 3?"}]
-    template: Any = {"add_generation_prompt": True, "tokenize": False}
     fmt = TokenFormat.compile(HARMONY, tokenizer)
-    text = str(tokenizer.apply_chat_template(chat, **template))
     for more, wanted in (
         (f"{FINAL.removeprefix('<|end|><|start|>assistant')}So", (None, "It is 5.", 0)),
         (f"{ANALYSIS}2 + 3.{FINAL}", (None, "It is 5.", 0)),
         (f"{ANALYSIS}2 + 3.", ("It is 5.", None, 5)),
     ):
-        prompt = list(tokenizer.encode(text + more, add_special_tokens=False))
+        prompt = chat_ids(tokenizer, "2 + 3?", more)
         assert replied(HARMONY_PARSER, tokenizer, prompt, "It is 5.") == wanted
         assert fmt.prompt_state(prompt).ended == (wanted[0] is None)
-    prompt = list(tokenizer.encode(text, add_special_tokens=False))
+    prompt = chat_ids(tokenizer, "2 + 3?")
     assert replied(HARMONY_PARSER, tokenizer, prompt, f"{ANALYSIS}So{FINAL}5") == ("So", "5", 1)
 
 

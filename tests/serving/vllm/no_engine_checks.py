@@ -41,6 +41,7 @@ from ospruner.serving.vllm.runner_v2 import V2Processor
 from ospruner.serving.vllm.servable import check_start, why_not
 
 from ...broken_tensors import BROKEN, break_tensors
+from ...chats import chat_ids
 from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said
 from .plugin_replay import make_policy
 
@@ -289,8 +290,7 @@ def test_anthropics_budget_is_the_policys(
 def test_stop_strings_cut_no_thinking(model: Policy, on: bool, width: int) -> None:
     """vLLM's own detokenizer looks for them, in chunks of any width."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    chat: Any = [{"role": "user", "content": "Solve 2x=6."}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    prompt = chat_ids(tokenizer, "Solve 2x=6.")
     extra = {"stop_policy": on}
     params = SamplingParams(stop=["\n\n", "7"], max_tokens=99, extra_args=extra)
 

@@ -23,7 +23,8 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.processor import PolicyProcessor
 
-from .plugin_replay import check_record, make_policy, make_prompts, replay
+from ...chats import prompts_of
+from .plugin_replay import check_record, make_policy, replay
 
 Prompts = list[list[int]]
 Texts = list[list[list[int]]]  # of each prompt
@@ -119,7 +120,7 @@ def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Polic
 @pytest.fixture(scope="module")
 def mixed(reasoner: Reasoner) -> Prompts:
     """36 prompts of different lengths, some of them twice, some with a long common prefix."""
-    prompts = make_prompts(reasoner, 24)
+    prompts = prompts_of(reasoner, 24)
     shared = [token for prompt in prompts[:3] for token in prompt]
     return [*prompts, *prompts[:6], *([*shared, *prompt] for prompt in prompts[12:18])]
 

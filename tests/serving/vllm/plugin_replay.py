@@ -10,9 +10,7 @@ import torch
 
 from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopRecord, StopRow
-from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_logits
 from ospruner.serving.requests import StopRequest
 from ospruner.train.untrained import untrained
@@ -59,16 +57,6 @@ def perturb(model: Policy) -> None:
         head = model.policy.head
         head.weight.copy_(0.25 * torch.randn(head.weight.shape, generator=generator))
         head.bias.fill_(-3.0)
-
-
-def make_prompts(reasoner: Reasoner, count: int, first: int = 0) -> list[list[int]]:
-    """Prompts of test problems."""
-    fmt = reasoner.token_format
-    problems = draw_split("test", first + count, 0)[first:]
-    return [
-        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
-        for p in problems
-    ]
 
 
 @torch.inference_mode()

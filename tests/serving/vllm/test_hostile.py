@@ -1,12 +1,12 @@
 """Hostile requests: each is refused in words or cut off, and good ones get what they got before.
 
-The same bodies go to a small app with our plug-in alone, and, slow, to `ospruner serve`. Every draw
-has a fixed seed.
+They go to a small app with our plug-in alone. Every draw has a fixed seed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -27,7 +26,6 @@ from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import (
     CALIBRATION_FIELDS,
     ID,
@@ -41,9 +39,6 @@ from ospruner.serving.vllm import plugin
 from ospruner.serving.vllm.plugin import REPLY
 
 from ...conftest import Fuzzed
-from ...own_process import needs_vllm
-from .plugin_replay import make_policy, make_prompts
-from .test_server import serving
 
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20
@@ -143,10 +138,10 @@ def names(drawn: random.Random) -> Iterator[Case]:
         yield Case("long names", request({MARK * length: 1}), outcomes=("answered",))
 
 
-def malformed(drawn: random.Random, count: int) -> Iterator[Case]:
+def malformed(drawn: random.Random) -> Iterator[Case]:
     """Good bodies cut or changed, and what is no JSON at all."""
     good = request(GOOD)
-    for _ in range(count):
+    for _ in range(40):
         yield Case("cut JSON", good[: drawn.randrange(len(good))])
         flipped = bytearray(good)
         flipped[drawn.randrange(len(good))] ^= 1 << drawn.randrange(8)
@@ -157,8 +152,7 @@ def malformed(drawn: random.Random, count: int) -> Iterator[Case]:
     for text in ('{"stop_id": "\\ud800"}', '{"stop_\\udfff": 1}', '{"stop_mode": "\\udc80x"}'):
         yield Case("lone surrogates", request({}).replace(b"{}", text.encode()))
     others = request({}).replace(b"{}", b'{"\\udfff": 1}')
-    # A key that is not the policy's: vLLM cannot send it to its engine, and says 500 itself.
-    yield Case("lone surrogates", others, outcomes=("refused", "answered", "status_500"))
+    yield Case("lone surrogates", others, outcomes=("refused", "answered"))  # no key of ours
 
 
 def nested() -> Iterator[Case]:
@@ -171,58 +165,16 @@ def nested() -> Iterator[Case]:
                 yield Case("nested deeply", body)
 
 
-def huge(megabytes: int) -> Iterator[Case]:
-    """Values, names and blanks of many megabytes."""
-    text = MARK * (megabytes * MEGABYTE // len(MARK))
+def huge() -> Iterator[Case]:
+    """Values, names and blanks of a megabyte."""
+    text = MARK * (MEGABYTE // len(MARK))
     for key in ALL_KEYS:
         yield Case("huge bodies", request({key: text}), (f"{key} is ", "it must ", "characters)"))
     yield Case("huge bodies", request({f"stop_{text}": 1}), ("the policy's keys are",))
-    numbers = [1] * (megabytes * MEGABYTE // 4)
+    numbers = [1] * (MEGABYTE // 4)
     yield Case("huge bodies", request({"stop_mode": numbers}), ("stop_mode is [1, 1, ", "it must "))
     yield Case("huge bodies", request(GOOD) + b" " * len(text), outcomes=("answered",))
     yield Case("huge bodies", text.encode())
-
-
-class Target:
-    """What bodies are sent to, and what it says to a good one."""
-
-    client: Any  # httpx's, or a test's
-    good = request(GOOD)
-
-    def send(self, body: bytes) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json"}
-        reply = self.client.post("/v1/completions", content=body, headers=headers)
-        return reply.status_code, reply.text
-
-    def ask(self) -> object:
-        status, text = self.send(self.good)
-        assert status == 200, text
-        told = json.loads(text)
-        return [one["token_ids"] for one in told["choices"]] if "choices" in told else told
-
-    def attack(self, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
-        """Sends the cases one by one, with a good request after each."""
-        before = self.ask()
-        wrong: list[str] = []
-        counts: dict[str, Counter[str]] = {}
-        for case in cases:
-            begun = f"{case.kind}: {case.body[:300]!r}"
-            status, text = self.send(case.body)
-            outcome = {2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
-            counts.setdefault(case.kind, Counter(cases=0)).update(cases=1, **{outcome: 1})
-            if outcome not in case.outcomes or len(text) > LONGEST_REFUSAL:
-                wrong.append(f"{begun} got {status}, {len(text)} characters: {text[:300]}")
-            elif outcome == "refused":
-                said = json.loads(text)
-                error = said.get("error", said.get("detail"))
-                message = error["message"] if isinstance(error, dict) else str(error)
-                missing = [one for one in case.says if one not in message]
-                wrong += [f"{begun} got no {one!r} in {text[:600]}" for one in missing]
-            if self.ask() != before:
-                wrong.append(f"after {begun} a good request gets something else")
-        for kind, counted in counts.items():
-            fuzzed(f"hostile requests to {type(self).__name__}, {kind}", **counted)
-        assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
 
 
 class Body(BaseModel):
@@ -233,7 +185,7 @@ class Body(BaseModel):
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
 
-class SmallApp(Target):
+class SmallApp:
     """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
 
     def __init__(self) -> None:
@@ -274,6 +226,40 @@ class SmallApp(Target):
         known["fork"] = None  # no request of the control group
         return [[known] * (self.texts if key == REPLY else name.startswith("known"))]
 
+    def send(self, body: bytes) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post("/v1/completions", content=body, headers=headers)
+        return reply.status_code, reply.text
+
+    def ask(self) -> object:
+        status, text = self.send(request(GOOD))
+        assert status == 200, text
+        return json.loads(text)
+
+    def attack(self, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
+        """Sends the cases one by one, with a good request after each."""
+        before = self.ask()
+        wrong: list[str] = []
+        counts: dict[str, Counter[str]] = {}
+        for case in cases:
+            begun = f"{case.kind}: {case.body[:300]!r}"
+            status, text = self.send(case.body)
+            outcome = {2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
+            counts.setdefault(case.kind, Counter(cases=0)).update(cases=1, **{outcome: 1})
+            if outcome not in case.outcomes or len(text) > LONGEST_REFUSAL:
+                wrong.append(f"{begun} got {status}, {len(text)} characters: {text[:300]}")
+            elif outcome == "refused":
+                said = json.loads(text)
+                error = said.get("error", said.get("detail"))
+                message = error["message"] if isinstance(error, dict) else str(error)
+                missing = [one for one in case.says if one not in message]
+                wrong += [f"{begun} got no {one!r} in {text[:600]}" for one in missing]
+            if self.ask() != before:
+                wrong.append(f"after {begun} a good request gets something else")
+        for kind, counted in counts.items():
+            fuzzed(f"hostile requests, {kind}", **counted)
+        assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
+
 
 @pytest.fixture(scope="module")
 def small_app() -> SmallApp:
@@ -282,9 +268,8 @@ def small_app() -> SmallApp:
 
 def test_hostile_bodies_to_the_plug_in_alone(small_app: SmallApp, fuzzed: Fuzzed) -> None:
     drawn = random.Random(0)
-    for cases in (wrong_types(), contradictions(), names(drawn), malformed(drawn, 40), nested()):
-        small_app.attack(cases, fuzzed)
-    small_app.attack(huge(1), fuzzed)
+    kinds = (wrong_types(), contradictions(), names(drawn), malformed(drawn), nested(), huge())
+    small_app.attack(itertools.chain(*kinds), fuzzed)
 
 
 def test_each_route_is_checked(small_app: SmallApp) -> None:
@@ -382,7 +367,7 @@ def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None
             reply = small_app.client.get(f"{root}/known{quoted}")
             assert reply.json()["price"] == 0.5, name
             assert small_app.asked[-1] == f"known{name}"
-    fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS))
+    fuzzed("hostile requests, names of records", cases=len(IDS))
 
 
 def counted(name: str, **labels: str) -> float:
@@ -473,53 +458,3 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     assert 0 < unknown < 150
     assert not counts["nameless"]
     fuzzed("random keys", **counts)
-
-
-class Server(Target):
-    """`ospruner serve`."""
-
-    def __init__(self, url: str, prompt: list[int]) -> None:
-        # On a busy machine it may take minutes to say something.
-        self.client = httpx.Client(base_url=url, timeout=300)
-        wanted = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
-        self.good = request(GOOD, prompt=prompt, **wanted)
-
-
-@pytest.fixture(scope="module")
-def server(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("policy")
-    make_policy(reasoner, folder)
-    with serving(folder, "--opt-in") as url:
-        yield Server(url, make_prompts(reasoner, 1)[0])
-
-
-def of_vllm_too() -> Iterator[Case]:
-    """What contradicts the policy among vLLM's own settings."""
-    kind, fields = "vLLM's own settings", dict[str, Any]()
-    yield Case(kind, request({"stop_seed": 1}, n=2), ("stop_seed is 1 and n is 2",))
-    for fields, says in (
-        ({"thinking_token_budget": 1, "min_tokens": 2}, "but the request is to have at least 2"),
-        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-        ({"prompt": [10**6]}, ""),
-        ({"prompt": []}, ""),
-        ({"prompt": [1] * 5000}, ""),
-        ({"n": 10**9}, ""),
-        ({"max_tokens": -1}, ""),
-        ({"logit_bias": {"1000000": 1}}, ""),
-    ):
-        yield Case(kind, request({"stop_policy": 1}, **fields), (says,))
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_hostile_bodies_to_the_server(server: Server, fuzzed: Fuzzed) -> None:
-    drawn = random.Random(1)
-    for cases in (
-        *(wrong_types(), contradictions(), names(drawn), malformed(drawn, 60), nested()),
-        *(huge(30), of_vllm_too()),
-    ):
-        server.attack(cases, fuzzed)
-    # What it was sent is in no metric.
-    told = server.client.get("/metrics").text
-    assert MARK not in told.lower()
-    assert "ospruner_thinking_ended_total{" in told

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
+from ospruner.serving.checks import engine_options
 from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
-from ospruner.serving.vllm.vllm_server import vllm_command
+from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...own_process import needs_vllm, run_checks
 
@@ -189,3 +190,20 @@ def test_the_command_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         with pytest.raises(ValueError, match=message):
             vllm_command(folder, wrong, arguments)
+
+
+@needs_vllm
+def test_too_little_memory_on_a_cpu_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import cpu_resource_utils as resources
+
+    memory = resources.MemoryNodeInfo(total_memory=1000, available_memory=500)
+    monkeypatch.setattr(resources, "get_memory_node_info", lambda _: memory)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    with pytest.raises(
+        ValueError, match=r"the share 0.92 .*0.50 of it is free.*-utilization 0.40,"
+    ):
+        check_memory(engine_options(["--port", "81"]))
+    for enough in (["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "9"]):
+        check_memory(engine_options(enough))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    check_memory(engine_options([]))

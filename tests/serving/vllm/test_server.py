@@ -24,10 +24,11 @@ from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 
+from ...chats import prompts_of
 from ...goldens import served
 from ...own_process import needs_vllm
 from ...server_process import free_port, running_server
-from .plugin_replay import check_record, make_policy, make_prompts
+from .plugin_replay import check_record, make_policy
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -80,7 +81,7 @@ def test_completions_stop_per_request(
     client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner
 ) -> None:
     model, fmt = policy[0], policy[0].token_format
-    for i, prompt in enumerate(make_prompts(reasoner, 6)):
+    for i, prompt in enumerate(prompts_of(reasoner, 6)):
         extra = {"stop_policy": True, "stop_seed": 5, "stop_sample_index": i, "stop_id": f"c{i}"}
         asked: dict[str, Any] = {"model": "toy", "prompt": prompt, "temperature": 0}
         asked |= {"max_tokens": 400}
@@ -304,7 +305,7 @@ def random_keys(draw: random.Random) -> dict[str, Any]:
 
 def test_soak(client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner) -> None:
     """64 streams with random keys, aborts and hostile prompts: no wrong row, no leak."""
-    model, prompts, memory = policy[0], make_prompts(reasoner, 200), list[int]()
+    model, prompts, memory = policy[0], prompts_of(reasoner, 200), list[int]()
     find = ["pgrep", "-f", "--", f"--port {client.base_url.port}"]
     server = int(subprocess.check_output(find).split()[0])
     family = ["ps", "-s", str(os.getsid(server)), "-o", "rss="]  # kB of each of its processes

@@ -25,7 +25,7 @@ from ospruner.train.labels import label as label_module
 from ospruner.train.labels.features import FEATURES, validate_row
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import read_traces
-from ospruner.train.labels.label import LabelConfig, label
+from ospruner.train.labels.label import label
 from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
@@ -146,12 +146,6 @@ def test_bad_input_is_refused_before_the_engine_starts(
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         label(**given | {"out": tmp_path / changes.get("out", "labels")})
     assert not (tmp_path / "labels").exists()
-
-
-def test_a_data_set_has_its_task() -> None:
-    for dataset, task in {"gsm8k": "math", "mmlu": "choice"}.items():
-        assert LabelConfig(dataset=dataset).open_task().name == task
-    assert LabelConfig(dataset="mmlu", task="exact").open_task().name == "exact"
 
 
 TRACES: list[dict[str, Any]] = [

@@ -13,14 +13,12 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -39,6 +37,7 @@ from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.store import Chunk, LabelStore
 
 from ...conftest import Fuzzed
+from ...own_process import ended, start
 from ..conftest import MakeLabels
 
 SETTINGS = LabelSettings(
@@ -60,33 +59,6 @@ def run(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) ->
         return label_problems(made, engine, labeller, folder, chunk_traces=2)
 
     return label_some
-
-
-def start(work: Callable[[], object]) -> int:
-    """Runs it in a child process; 0: it ended, 130: interrupted, 3: a ValueError."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        # Workers of pytest-xdist ignore it, and a child inherits that.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        work()
-        code = 0
-    except KeyboardInterrupt:
-        code = 130
-    except ValueError as error:
-        print(error, flush=True)
-        code = 3
-    except BaseException:  # noqa: BLE001 - the child must never return into pytest
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def committed(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:

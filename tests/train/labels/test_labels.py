@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.durable import lock_folder
+from ospruner.engines.interface import ForkRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
@@ -41,44 +41,31 @@ def make_problems(count: int) -> list[Problem]:
     return [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(count)]
 
 
-def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
+def test_labels_are_the_engines_answers_read_and_graded(
     engine: TransformersEngine,
-    tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
     fmt: TokenFormat,
     tmp_path: Path,
 ) -> None:
+    """The engine's answers are those of each prefix encoded from scratch: tests/engines."""
     labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
     dataset = label_problems(make_problems(6), engine, labeller, tmp_path, chunk_traces=2)
+    computed, unique = engine.counts.computed, engine.counts.unique
     assert sum(map(len, dataset["step_ends"])) > len(dataset)  # some trace has several steps
     suffix = fmt.forced_suffix("forced")
     for row in dataset:
         validate_row(row)
         assert row["step_ends"] == fmt.step_ends(row["trace_ids"])
-        for end, answer, count in zip(
-            row["step_ends"], row["forced_answers"], row["forced_answer_tokens"], strict=True
-        ):
-            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
-            start, box = len(ids), fmt.box_state()
-            with torch.no_grad():
-                for _ in range(SETTINGS.max_answer_tokens):
-                    token = int(tiny_base(torch.tensor([ids])).logits[0, -1].argmax())
-                    if token == tiny_tokenizer.eos_token_id:
-                        break
-                    ids.append(token)
-                    if box.push(token):
-                        break
-            text = str(tiny_tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False))
-            assert (read_box(text) or "", len(ids) - start) == (answer, count)
-            k = row["step_ends"].index(end)
-            assert row["forced_answer_ids"][k] == ids[start:]
-            with torch.no_grad():
-                logs = tiny_base(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
-            chosen = logs.gather(-1, torch.tensor(ids[start:])[:, None])
-            if count:
-                assert row["forced_logprob"][k] == pytest.approx(float(chosen.mean()), abs=1e-4)
-            else:
-                assert row["forced_logprob"][k] is None
+        request = ForkRequest(row["prompt_ids"], row["trace_ids"], row["step_ends"])
+        (forks,) = engine.fork([request], suffix, SETTINGS.max_answer_tokens, fmt.box_state)
+        assert row["forced_answer_ids"] == [one.ids for one in forks]
+        assert row["forced_answer_tokens"] == [len(one.ids) for one in forks]
+        for k, one in enumerate(forks):
+            text = str(tiny_tokenizer.decode(one.ids, clean_up_tokenization_spaces=False))
+            assert row["forced_answers"][k] == (read_box(text) or "")
+            mean = sum(one.logprobs) / len(one.ids) if one.ids else None
+            assert row["forced_logprob"][k] == (mean and pytest.approx(mean, abs=1e-5))
+            assert row["forced_entropy"][k] == pytest.approx(one.entropy, abs=1e-5)
         for answer, correct, match in zip(
             row["forced_answers"], row["forced_correct"], row["matches_final"], strict=True
         ):
@@ -93,8 +80,8 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
     assert 3 <= len(shards) <= 6
     assert (manifest["finished"], manifest["traces"], manifest["problems"]) == (True, 6, 6)
     assert manifest["steps"] == sum(map(len, dataset["step_ends"]))
-    assert manifest["computed_tokens"] == engine.counts.computed
-    assert manifest["unique_tokens"] == engine.counts.unique
+    assert manifest["computed_tokens"] == computed
+    assert manifest["unique_tokens"] == unique
     assert manifest["settings"]["reasoning_format"] == DEEPSEEK_R1.to_dict()
 
 

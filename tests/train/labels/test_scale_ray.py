@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import MissingPackageError
+from ospruner.train.labels import on_ray
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.making import Labeller, label_problems, label_stored
@@ -99,8 +101,9 @@ def cluster() -> Iterator[Any]:
     import ray
     import ray.cloudpickle
 
-    # The actors cannot import this file: it travels by value.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # The actors cannot import this file: it travels by value, as does who gives out the traces.
+    for module in (sys.modules[__name__], on_ray):
+        ray.cloudpickle.register_pickle_by_value(module)
     ray.init(
         "local",
         num_cpus=3,
@@ -108,7 +111,9 @@ def cluster() -> Iterator[Any]:
         object_store_memory=200_000_000,
         log_to_driver=False,
     )
-    yield ray
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_ray, "_DEATHS", 1)  # each new actor imports all anew
+        yield ray
     ray.shutdown()
 
 
@@ -128,7 +133,7 @@ def settings() -> LabelSettings:
 def test_deadly_and_poisoned_traces_cost_themselves_only(
     cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
-    """One kills its actor twice with others and twice alone; what these had begun is kept."""
+    """One kills its actor with others and alone; what these had begun is kept."""
     deadly, out = tmp_path / "killed", tmp_path / "labels"
     make = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", deadly=deadly, deaths=99)
     seen: list[int] = []
@@ -138,13 +143,13 @@ def test_deadly_and_poisoned_traces_cost_themselves_only(
         seen.append(done)
 
     labels = label_with_ray(PROBLEMS, make, out, progress=progress)
-    assert len(set(died(deadly))) == 4
+    assert len(set(died(deadly))) == 2
     assert os.getpid() not in died(deadly)
     manifest = read_manifest(out)
     assert manifest["finished"]
     assert sorted(manifest["failed"]) == [
         ["p3", 0, "RuntimeError: this prompt breaks the engine"],
-        ["p9", 0, "its worker ended 2 times while doing it alone"],
+        ["p9", 0, "its worker ended 1 times while doing it alone"],
     ]
     assert seen[0] == 0
     assert seen[-1] == len(PROBLEMS)
@@ -158,17 +163,20 @@ def test_deadly_and_poisoned_traces_cost_themselves_only(
     assert again["trace_ids"] == labels["trace_ids"]
 
 
+def broken() -> Worker:
+    raise OSError("nothing is here")
+
+
 @needs_ray
 def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
     cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "labels"
-    broken = MakeWorker(str(tmp_path / "nothing-here"), settings)
-    with pytest.raises(Exception, match="nothing-here"):
-        label_with_ray(PROBLEMS[:4], broken, out, actors=1)
+    with pytest.raises(Exception, match="nothing is here"):
+        label_stored(settings, PROBLEMS[:4], out, ray_work(broken, 1, gpus_per_actor=0))
     full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
     with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
-        label_with_ray(PROBLEMS[:4], full, out, chunk_traces=1)
+        label_with_ray(PROBLEMS[:4], full, out, actors=1, chunk_traces=1)
     assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])
 
 
@@ -194,6 +202,29 @@ def test_a_run_by_names_opens_its_engine_in_the_actors(
     assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
     source = read_manifest(out)["source"]
     assert (source["engine"], source["scale"]) == ("transformers", "ray")
+
+
+def test_a_trace_whose_actors_die_is_begun_again_with_others_and_then_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As who gives out the traces counts it; the runs on the cluster are of one death each."""
+    monkeypatch.setattr(on_ray, "_DEATHS", 2)
+    deadly, other = (cast("Any", SimpleNamespace(place=(n, 0))) for n in ("deadly", "other"))
+    foreman = on_ray._Foreman([deadly, other])
+    for actor in (0, 1):
+        assert foreman.take(actor) is deadly
+        assert foreman.lost(actor)
+    assert (foreman.take(2), foreman.take(2)) == (other, None), "the deadly one is done alone"
+    assert foreman.take(3) is deadly
+    assert foreman.lost(2)
+    assert foreman.take(3) is None, "not even what is to be done again stands beside it"
+    assert foreman.take(4) is other
+    assert foreman.lost(3)
+    assert (foreman.take(5), foreman.take(5)) == (deadly, None)
+    assert foreman.lost(5)
+    [(chunk, _)] = foreman.collect()
+    assert chunk.failed == [("deadly", 0, "its worker ended 2 times while doing it alone")]
+    assert not foreman.lost(6), "it never asked for any"
 
 
 def test_a_missing_package_names_the_pip_line(

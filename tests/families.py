@@ -1,10 +1,14 @@
-"""Every family that people reason with: tiny random bases, one of each, from configurations."""
+"""Every family that people reason with: tiny random bases from configurations, and policies."""
 
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
+
+from modeling_ospruner import OSPrunerForCausalLM, TokenFormat
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from ospruner.train.untrained import untrained
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -83,19 +87,8 @@ HYBRID: dict[str, Any] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN.split()},
-    **dict.fromkeys(
-        [
-            "cohere2",
-            "exaone4",
-            "gemma2",
-            "granite_swa",
-            "ministral",
-            "mistral",
-            "olmo3",
-            "vaultgemma",
-        ],
-        WINDOW,
-    ),
+    **dict.fromkeys(["cohere2", "exaone4", "gemma2", "granite_swa", "ministral"], WINDOW),
+    **dict.fromkeys(["mistral", "olmo3", "vaultgemma"], WINDOW),
     **dict.fromkeys(["afmoe", "exaone_moe", "flex_olmo", "olmoe"], EXPERTS),
     "cohere2_moe": EXPERTS | WINDOW,
     **dict.fromkeys(["minimax_m2", "mixtral", "phimoe"], LOCAL_EXPERTS),
@@ -171,6 +164,32 @@ def make_base(
             else:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return base
+
+
+def random_policy(
+    base: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    num_layers: int = 2,
+    tuning: str = "layers",
+    std: float = 0.2,
+    **fields: Any,
+) -> OSPrunerForCausalLM:
+    """An untrained policy of its own layers, whose probabilities spread over (0, 1)."""
+    model = untrained(base, tokenizer, num_layers, tuning, **fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.policy.head.weight, std=std)
+    return model
+
+
+def let_write_paragraphs(
+    base: Any, fmt: TokenFormat, likely: float = 6.0, ending: float = -30.0
+) -> None:
+    """Lets a base end paragraphs often; with `ending` low, its thinking and its text never."""
+    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK and kind & VISIBLE]
+    ends = (fmt.think_end_id, *fmt.eos_ids)
+    bias = dict.fromkeys(breaks, likely) | (dict.fromkeys(ends, ending) if ending else {})
+    base.generation_config.sequence_bias = [[[token], more] for token, more in bias.items()]
 
 
 def padded_prompts(width: int) -> dict[str, torch.Tensor]:
