@@ -73,15 +73,23 @@ def next_to_prices(results: Results) -> pd.DataFrame:
     return ours.loc[sorted(near)] if prices else ours[::SHOWN_EVERY]
 
 
-def at_prices(file: Content) -> str:
+def at_prices(file: Content, every: bool = True) -> str:
     """Every rule of the file and the limits; of a policy of every price the chosen row and some."""
     results = Results.from_dict(file)
     rules = results.rules
     ours = rules["method"] == EVERY_PRICE
     wanted = rules.index.isin(next_to_prices(results).index) | (rules.index == results.chosen)
-    some = rules[ours & wanted]
-    kept = pd.concat([rules[~ours][:1], some, rules[~ours][1:], results.limits])
-    return shown(results, kept)
+    others = rules[~ours][1:]
+    if not every:
+        others = others[others["chosen"].astype(bool)]
+    return shown(
+        results, pd.concat([rules[~ours][:1], rules[ours & wanted], others, results.limits])
+    )
+
+
+def at_chosen(file: Content) -> str:
+    """The same with the chosen settings of other rules alone."""
+    return at_prices(file, every=False)
 
 
 def online(file: Content) -> str:
@@ -160,7 +168,7 @@ def spread(file: Content) -> str:
 
 
 def readme(file: Content, trivial: Content | None = None) -> str:
-    """What validation chose of each kind of method, trivial rules and the oracle.
+    """What validation chose of each kind of method, our other prices, trivial rules and the oracle.
 
     Of a file without a choice: one policy at several prices, and the best classifier by AES; the
     limits are then those of `trivial`, a comparison of rules on the same labels.
@@ -178,6 +186,7 @@ def readme(file: Content, trivial: Content | None = None) -> str:
     free = ~classifiers & ~chosen["method"].isin(OURS) & (chosen["method"] != "loops")
     best = [chosen[one].nlargest(1, "validation_aes") for one in (classifiers, free)]
     ours = chosen[chosen["method"].isin(OURS)]
+    ours = rules.loc[ours.index.union(next_to_prices(results).index)]
     loops = chosen[chosen["method"] == "loops"]
     prompts = rules[rules["method"].str.startswith(f"{FULL}, ")]
     parts = [rules[:1], prompts, ours, *best, loops, limits]
@@ -189,7 +198,9 @@ def _first_table(parts: Sequence[pd.DataFrame], heads: Mapping[int, str]) -> str
     """Rows of results, with compute where it was counted; `heads` stand before a part's names."""
     found = pd.concat(parts)
     labels = [
-        heads.get(n, "") + named(one) for n, part in enumerate(parts) for _, one in part.iterrows()
+        heads.get(n, "") + named(one, chosen=one["method"] in OURS and one["chosen"] is True)
+        for n, part in enumerate(parts)
+        for _, one in part.iterrows()
     ]
     counted = found.get("flops_ratio", pd.Series(dtype=float)).notna().any()
     columns = (*MAIN[:3], *([Column("compute, %", "flops_ratio", 100)] if counted else ()))
@@ -331,6 +342,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "tails": tails,
     "above-full": above_full,
     "at-prices": at_prices,
+    "at-chosen": at_chosen,
     "areas": areas,
     "gaps": gaps,
     "spread": spread,

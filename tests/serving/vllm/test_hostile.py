@@ -222,7 +222,9 @@ class SmallApp:
         assert method == "ospruner_told"
         key, name, *answer = args
         self.asked.append(name)
-        known = vars(StopRecord(reason="request" if answer else "policy")) | {"price": 0.5}
+        known = vars(StopRecord(reason="request" if answer == [True] else "policy")) | {
+            "price": 0.5
+        }
         known["fork"] = None  # no request of the control group
         return [[known] * (self.texts if key == REPLY else name.startswith("known"))]
 
