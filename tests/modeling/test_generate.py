@@ -1,6 +1,7 @@
 """Generate with a stop policy on tiny bases, and in transformers' own pipeline."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +257,17 @@ def test_chats_one_by_one_and_in_batches(stopping: OSPrunerForCausalLM) -> None:
     assert stopping.last_stop[0].reason == "policy", "pi is 1 in float32"
     off = pipe(CHATS[0], stop_policy=False, return_full_text=False)
     assert off[0]["generated_text"] == alone(stopping, ASKED[0], stop_policy=False) != wanted[0]
+
+
+def test_a_pipeline_loads_a_policy_by_name(stopping: OSPrunerForCausalLM, tmp_path: Path) -> None:
+    stopping.base.save_pretrained(tmp_path / "base")
+    stopping.config.base_model_name_or_path = str(tmp_path / "base")
+    stopping.save_pretrained(tmp_path / "policy")
+    make: Any = pipeline
+    pipe: Any = make("text-generation", model=str(tmp_path / "policy"), trust_remote_code=True)
+    assert type(pipe.model) is OSPrunerForCausalLM
+    (found,) = pipe(CHATS[1], stop_policy=True, return_full_text=False, **ARGUMENTS)
+    assert found["generated_text"] == alone(stopping, ASKED[1])
 
 
 def test_a_generation_config_holds_the_stop_policy(stopping: OSPrunerForCausalLM) -> None:
