@@ -1,22 +1,21 @@
-"""The page as its own client asks it: both columns, errors in words, nothing from elsewhere."""
+"""The page in a real browser; needs chromium."""
 
-import re
-from collections.abc import Iterator
-from typing import Any
+import shutil
+import time
+from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
 from ospruner.app.columns import Columns, LocalSource, Question
 from ospruner.app.web import running_app
+from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-gradio_client = pytest.importorskip(
-    "gradio_client", reason="Gradio is not installed: pip install 'ospruner[app]'"
-)
+from ..browser import Browser
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
-KNOBS = (None, None, 0.6, 0, 300)  # price, budget, temperature, seed, most tokens
 
 
 class Gone:
@@ -35,36 +34,103 @@ class Gone:
 
 
 @pytest.fixture(scope="module")
-def address(reasoner: Reasoner) -> Iterator[str]:
-    model = untrained(reasoner.model, reasoner.tokenizer, init_bias=-0.5, tuning="layers")
+def browser() -> Iterator[Browser]:
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'ospruner[app]'")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium here: apt-get install chromium chromium-driver")
+    with Browser(CHROMIUM, DRIVER) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
+    base = str(REASONER)
+    model = untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        init_bias=-0.5,
+        base_model_name_or_path=base,
+        tuning="layers",
+    )
     with running_app(LocalSource(model, "policy")) as url:
         yield url
 
 
-def asked(url: str, *values: Any) -> list[str]:
-    """The columns as they grow."""
-    job = gradio_client.Client(url, verbose=False).submit(*values, api_name="/ask")
-    job.result()
-    return [str(one) for one in job.outputs()]
+def until(what: Callable[[], bool], seconds: float = 20) -> None:
+    """Waits for the page."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "the page did not come to it"
+        time.sleep(0.05)
 
 
-def test_two_columns_stream(address: str) -> None:
-    first, *_, last = asked(address, QUESTION, *KNOBS)
-    assert "saved" not in first
-    for words in ("saved", "stopped by the policy", "osp-spared", "\\boxed{"):
-        assert words in last
+def ready(browser: Browser, url: str) -> None:
+    browser.open(url)
+    until(lambda: browser.run("document.querySelectorAll('#ask, .osp-column').length") == 3)
 
 
-def test_errors_say_what_to_do_and_a_price_has_its_knob(address: str) -> None:
-    with pytest.raises(gradio_client.exceptions.AppError, match="question is empty: write one"):
-        asked(address, " ", *KNOBS)
-    with (
-        running_app(Gone()) as url,
-        pytest.raises(gradio_client.exceptions.AppError, match="start it again; {'price': 0.0005"),
-    ):
-        asked(url, "1+4?", 5e-4, *KNOBS[1:])
+def write(browser: Browser, text: str) -> None:
+    browser.click("#question textarea")
+    browser.press(*text)
 
 
-def test_nothing_is_asked_of_others(address: str) -> None:
-    named = re.findall(r"(?:src|href)=\"(https?://[^\"]+)", httpx.get(address).text)
-    assert [one for one in named if not one.startswith(address)] == []
+@pytest.mark.slow
+def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None:
+    browser.resize(1280, 1000)
+    ready(browser, address)
+    assert not browser.run("document.querySelector('#price')?.offsetParent"), "λ is fixed"
+    write(browser, QUESTION)
+    browser.click("#ask")
+    until(lambda: browser.run("document.querySelectorAll('.osp-chip').length") >= 1)
+    assert "thinking…" in browser.text(".osp-pruned")
+    until(lambda: "saved" in browser.text(".osp-summary"))
+    assert "stopped by the policy" in browser.text(".osp-pruned")
+    assert "\\boxed{" in browser.text(".osp-plain .osp-answer")
+    assert "\\boxed{" in browser.text(".osp-pruned .osp-answer")
+    assert browser.run("document.querySelectorAll('.osp-plain .osp-spared').length") > 0
+    tops = "[...document.querySelectorAll('.osp-column')].map(e => e.getBoundingClientRect().top)"
+    left, right = browser.run(tops)
+    assert left == right, "side by side"
+    assert browser.errors() == []
+
+
+@pytest.mark.slow
+def test_a_narrow_window_needs_no_scrolling_sideways(browser: Browser, address: str) -> None:
+    browser.resize(390, 844)
+    ready(browser, address)
+    browser.run("document.querySelectorAll('.gallery-item')[0].click()")
+    until(lambda: "3x+54" in browser.run("document.querySelector('#question textarea').value"))
+    browser.click("#ask")
+    until(lambda: "saved" in browser.text(".osp-summary"))
+    time.sleep(0.5)  # it scrolls smoothly
+    assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+    shown = "document.querySelector('.osp-summary').getBoundingClientRect().top"
+    assert 0 <= browser.run(f"{shown}") < 400, "what was asked for is in sight"
+
+
+@pytest.mark.slow
+def test_nothing_is_asked_of_others(browser: Browser, address: str) -> None:
+    browser.resize(1280, 1000)
+    ready(browser, address)
+    asked = browser.run("performance.getEntriesByType('resource').map(one => one.name)")
+    named = "[...document.querySelectorAll('link, script, img')].map(e => e.href || e.src || '')"
+    others = [a for a in (*asked, *browser.run(named)) if a and not a.startswith(address)]
+    assert [one for one in others if not one.startswith(("data:", "blob:"))] == []
+
+
+@pytest.mark.slow
+def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> None:
+    browser.resize(1280, 1000)
+    with running_app(Gone()) as url:
+        ready(browser, url)
+        browser.click("#ask")
+        until(lambda: "The question is empty: write one" in browser.text("body"))
+        ready(browser, url)
+        browser.click("#knobs button")
+        until(lambda: bool(browser.run("document.querySelector('#price input')?.offsetParent")))
+        browser.click("#price input")
+        browser.press(*"0.0005")
+        write(browser, "1+4?")
+        browser.click("#ask")
+        until(lambda: "the server is gone: start it again" in browser.text("body"))
+        assert "'price': 0.0005" in browser.text("body")

@@ -1,0 +1,107 @@
+"""A headless chromium, driven over the W3C WebDriver protocol by Debian's chromedriver."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from typing import Any
+
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a reference
+KEYS = {"Enter": "\ue007", "ArrowDown": "\ue015", "ArrowUp": "\ue013"}
+
+
+class Browser:
+    """One window; a context manager.
+
+    Args:
+        chromium: the browser's program.
+        driver: chromedriver's.
+    """
+
+    def __init__(self, chromium: str, driver: str) -> None:
+        self._driver = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._driver.stdout is not None
+        port = None
+        for line in self._driver.stdout:
+            if found := re.search(r"started successfully on port (\d+)", line):
+                port = found[1]
+                break
+        if port is None:
+            raise RuntimeError("chromedriver did not start")
+        self._address = f"http://127.0.0.1:{port}/session"
+        arguments = ["--headless=new", "--no-sandbox", "--window-size=1280,1000"]
+        capabilities = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": chromium, "args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        try:
+            session = self._call("POST", "", {"capabilities": {"alwaysMatch": capabilities}})
+        except BaseException:
+            self._driver.kill()
+            raise
+        self._address += f"/{session['sessionId']}"
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._call("DELETE", "")
+        finally:
+            self._driver.kill()
+            self._driver.wait()
+
+    def open(self, address: str) -> None:
+        """Loads a page anew, also where only its fragment differs."""
+        self._call("POST", "/url", {"url": "about:blank"})
+        self._call("POST", "/url", {"url": address})
+
+    @property
+    def address(self) -> str:
+        """Of what is shown."""
+        return str(self._call("GET", "/url"))
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        return self._call("POST", "/execute/sync", {"script": f"return {script}", "args": []})
+
+    def text(self, selector: str) -> str:
+        """What a reader sees of an element."""
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    def click(self, selector: str) -> None:
+        """A real click."""
+        found = self._call("POST", "/element", {"using": "css selector", "value": selector})
+        self._call("POST", f"/element/{found[_ELEMENT]}/click", {})
+
+    def press(self, *keys: str) -> None:
+        """Real key presses, to whatever has the focus."""
+        actions = []
+        for key in keys:
+            value = KEYS.get(key, key)
+            actions += [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
+        self._call(
+            "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
+        )
+
+    def resize(self, width: int, height: int) -> None:
+        """Changes the window."""
+        self._call("POST", "/window/rect", {"width": width, "height": height})
+
+    def errors(self) -> list[str]:
+        """What the page complained of since it was last asked."""
+        log = self._call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._address + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            return json.load(reply)["value"]
