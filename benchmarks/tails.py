@@ -90,6 +90,7 @@ class Study:
                 states=str(self.states),
                 disable_tqdm=True,
                 bf16=self.args.bf16 or None,
+                limit=self.args.limit,
                 **own,
             )
             splits = (str(self.labels / split) for split in ("train", "validation"))
@@ -178,6 +179,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--test", default="test", help="the labels to measure on")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
+    parser.add_argument("--limit", type=int, help="train on the first so many traces")
     return parser
 
 
@@ -193,7 +195,8 @@ def main() -> None:
     with PhaseBars(Console()) as bars:
         found = Study(args, forms, args.run / "tails", bars).measured()
     print(report(found))
-    timing.print_last_line({"forms": found, "seed": args.seed, "bar": BAR}, args.json)
+    settings = {name: getattr(args, name) for name in ("seed", "bf16", "limit", "test")}
+    timing.print_last_line({"forms": found, "bar": BAR, **settings}, args.json)
 
 
 if __name__ == "__main__":
