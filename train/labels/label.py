@@ -35,11 +35,11 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
 from .folder import MANIFEST, check_folder, data_hash, read_labels, read_manifest
-from .importing import ImportedTrace, read_traces
-from .labelling import Labeller, grade_rows
+from .importing import read_traces
+from .labelling import Labeller, TraceKey, grade_rows
 from .loading import load_splits
-from .making import label_problems, label_stored
-from .on_ray import Worker, ray_work
+from .making import Worker, label_stored, work_here
+from .on_ray import ray_work
 from .store import LabelStore
 
 __all__ = [
@@ -228,7 +228,9 @@ def run_label(
     """What `label` does, with all settings in one object; of these problems where they are read."""
     task = config.open_task()
     loaded = loaded or load_run_problems(config)
-    return _run(config, task, loaded.problems, loaded.source, progress)
+    samples = range(config.samples)
+    traces = [TraceKey(problem, k) for problem in loaded.problems for k in samples]
+    return _run(config, task, traces, loaded.source, progress)
 
 
 _NOT_OF_IMPORTS = {
@@ -261,62 +263,47 @@ def import_traces(
     task = config.open_task()
     fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
-    samples = 1 + max(trace.key.sample_index for trace in traces)
-    problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
+    samples = 1 + max(trace.sample_index for trace in traces)
     source = {"traces": Path(file).name}
-    return _run(replace(config, samples=samples), task, problems, source, progress, traces)
+    return _run(replace(config, samples=samples), task, traces, source, progress)
 
 
 def _run(
     config: LabelConfig,
     task: Task,
-    problems: Sequence[Problem],
+    traces: Sequence[TraceKey],
     source: Mapping[str, Any],
     progress: Progress,
-    imported: Sequence[ImportedTrace] = (),
 ) -> DatasetDict:
-    """Labels problems. Whatever can be refused is refused before the engine starts."""
+    """Labels traces. Whatever can be refused is refused before the engine starts."""
     task.check()
     name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
     fmt = _format_of(config, tokenizer, task)
-    settings = config.settings(task, fmt, Path(config.dataset).name if imported else "")
+    imported = Path(config.dataset).name if any(trace.given for trace in traces) else ""
+    settings = config.settings(task, fmt, imported)
     settings = replace(settings, prompt_date=_prompt_date(tokenizer, config.out))
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
+    problems = list({trace.problem.id: trace.problem for trace in traces}.values())
     for problem in problems:
         labeller.options(problem)  # refuses what cannot be read
     _refuse_beyond_positions(problems, options, labeller)
-    source = {**source, "engine": name}
 
-    def worker() -> Worker:  # in another process, perhaps on another machine
+    def worker() -> Worker:  # with actors in another process, perhaps on another machine
         own = load_tokenizer(config.base, config.revision)
         literals = ReasoningFormat.from_dict(settings.reasoning_format)
         labels = Labeller(own, TokenFormat.compile(literals, own), settings)
         return open_engine(name, own, options), labels
 
+    how: dict[str, Any] = {"chunk_traces": config.chunk, "progress": progress}
+    source = {**source, "engine": name}
     if config.actors:
-        work = ray_work(
-            worker,
-            config.actors,
-            gpus_per_actor=config.gpus_per_actor,
-            chunk_traces=config.chunk,
-            progress=progress,
-        )
-        source = {**source, "scale": "ray"}
-        label_stored(settings, problems, config.out, work, None, config.retry_failed, source)
-        return load_splits(config.out)
-    label_problems(
-        problems,
-        lambda: open_engine(name, tokenizer, options),
-        labeller,
-        config.out,
-        chunk_traces=config.chunk,
-        imported=imported,
-        retry_failed=config.retry_failed,
-        source=source,
-        progress=progress,
-    )
+        work = ray_work(worker, config.actors, gpus_per_actor=config.gpus_per_actor, **how)
+        source["scale"] = "ray"
+    else:
+        work = work_here(lambda: (open_engine(name, tokenizer, options), labeller), **how)
+    label_stored(settings, traces, config.out, work, config.retry_failed, source)
     return load_splits(config.out)
 
 

@@ -176,7 +176,7 @@ def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Pa
 
 def test_traces_without_ids_are_samples_of_their_problems_text(tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "id"} for row in TRACES]
-    keys = [one.key for one in read_traces(write(tmp_path / "t.jsonl", rows))]
+    keys = read_traces(write(tmp_path / "t.jsonl", rows))
     first, last = text_key(rows[0]["problem"]), text_key(rows[2]["problem"])
     assert [one.problem.id for one in keys] == [first, first, last]
     assert [one.sample_index for one in keys] == [0, 1, 0]
@@ -188,7 +188,7 @@ def test_thinking_is_opened_where_the_prompt_does_not(tiny_base_dir: Path, tmp_p
     fmt = TokenFormat.compile(QWEN3, tokenizer)
     labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
     prompts = [tokenizer.encode("<|assistant|>"), tokenizer.encode("<|assistant|><think>\n")]
-    sampled = [traces[n].sampled(prompt, labeller) for n, prompt in enumerate(prompts)]
+    sampled = [labeller.imported(traces[n].given, prompt) for n, prompt in enumerate(prompts)]
     assert str(tokenizer.decode(sampled[0].trace_ids)).startswith("<think>\nSo 3 + 4")
     assert tokenizer.decode(sampled[1].trace_ids) == "It is 7."
 
@@ -260,7 +260,8 @@ def test_markers_and_paragraphs_of_imported_texts(
             read_traces(path, fmt=QWEN3)
     else:
         (trace,) = read_traces(path, fmt=QWEN3)
-        assert (trace.reasoning, trace.response) == expected
+        assert trace.given is not None
+        assert (trace.given.reasoning, trace.given.response) == expected
 
 
 def test_no_text_becomes_a_control_token(tiny_base_dir: Path, tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_no_text_becomes_a_control_token(tiny_base_dir: Path, tmp_path: Path) ->
     (trace,) = read_traces(write(tmp_path / "t.jsonl", [row]))
     fmt = TokenFormat.compile(QWEN3, tokenizer)
     labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
-    sampled = trace.sampled(tokenizer.encode("<|assistant|><think>\n"), labeller)
+    sampled = labeller.imported(trace.given, tokenizer.encode("<|assistant|><think>\n"))
     assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
     assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"
 

@@ -27,8 +27,9 @@ from ospruner.optional import MissingPackageError
 from ospruner.train.labels import on_ray
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import label
-from ospruner.train.labels.making import Labeller, label_problems, label_stored
-from ospruner.train.labels.on_ray import UnfinishedRunError, Worker, ray_work
+from ospruner.train.labels.labelling import TraceKey
+from ospruner.train.labels.making import Labeller, Worker, label_problems, label_stored
+from ospruner.train.labels.on_ray import UnfinishedRunError, ray_work
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -39,7 +40,7 @@ PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)
 
 def label_with_ray(problems: list[Problem], make: MakeWorker, out: Path, **options: Any) -> Dataset:
     work = ray_work(make, **{"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4} | options)
-    return label_stored(make.settings, problems, out, work)
+    return label_stored(make.settings, [TraceKey(one, 0) for one in problems], out, work)
 
 
 def died(file: Path) -> list[int]:
@@ -173,7 +174,9 @@ def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
 ) -> None:
     out = tmp_path / "labels"
     with pytest.raises(Exception, match="nothing is here"):
-        label_stored(settings, PROBLEMS[:4], out, ray_work(broken, 1, gpus_per_actor=0))
+        label_stored(
+            settings, [TraceKey(PROBLEMS[0], 0)], out, ray_work(broken, 1, gpus_per_actor=0)
+        )
     full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
     with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
         label_with_ray(PROBLEMS[:4], full, out, actors=1, chunk_traces=1)
