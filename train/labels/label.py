@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -205,21 +205,22 @@ def label(
         TypeError: a setting that is none.
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    given: dict[str, Any] = {
-        "base": str(base),
-        "dataset": str(dataset),
-        "split": split,
-        "engine": engine,
-        "limit": limit,
-    }
-    _refuse_settings(settings, set(given) | {"out"})
-    return run_label(LabelConfig(**given, out=str(out), **settings), progress)
+    settings |= {"split": split, "engine": engine, "limit": limit}
+    return run_label(_config(base, dataset, out, settings), progress)
 
 
-def _refuse_settings(settings: Mapping[str, Any], others: set[str]) -> None:
-    known = [one.name for one in fields(LabelConfig) if one.name not in others]
+def _config(
+    base: str | Path,
+    dataset: str | Path,
+    out: str | Path,
+    settings: Mapping[str, Any],
+    but: Collection[str] = (),
+) -> LabelConfig:
+    named: dict[str, Any] = {"base": str(base), "dataset": str(dataset), "out": str(out)}
+    known = [one.name for one in fields(LabelConfig) if one.name not in {*named, *but}]
     if unknown := sorted(set(settings) - set(known)):
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
+    return LabelConfig(**named, **settings)
 
 
 def run_label(
@@ -244,8 +245,6 @@ def import_traces(
     file: str,
     *,
     out: str | Path,
-    engine: str = "auto",
-    limit: int | None = None,
     progress: Progress = silent,
     **settings: Any,
 ) -> DatasetDict:
@@ -257,12 +256,10 @@ def import_traces(
     Raises:
         TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    given: dict[str, Any] = {"base": base, "dataset": file, "engine": engine, "limit": limit}
-    _refuse_settings(settings, set(given) | {"out"} | _NOT_OF_IMPORTS)
-    config = LabelConfig(**given, out=str(out), **settings)
+    config = _config(base, file, out, settings, _NOT_OF_IMPORTS)
     task = config.open_task()
     fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
-    traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
+    traces = read_traces(file, columns=parse_columns(config.columns), limit=config.limit, fmt=fmt)
     samples = 1 + max(trace.sample_index for trace in traces)
     source = {"traces": Path(file).name}
     return _run(replace(config, samples=samples), task, traces, source, progress)
@@ -292,9 +289,7 @@ def _run(
 
     def worker() -> Worker:  # with actors in another process, perhaps on another machine
         own = load_tokenizer(config.base, config.revision)
-        literals = ReasoningFormat.from_dict(settings.reasoning_format)
-        labels = Labeller(own, TokenFormat.compile(literals, own), settings)
-        return open_engine(name, own, options), labels
+        return open_engine(name, own, options), Labeller.of(own, settings)
 
     how: dict[str, Any] = {"chunk_traces": config.chunk, "progress": progress}
     source = {**source, "engine": name}
@@ -427,12 +422,12 @@ class Regraded:
 
     Attributes:
         steps: forced answers graded.
-        changed: of these, how many went from one grade to another: ("0.0", "1.0") -> count.
+        changed: of these, how many went from one grade to another: "0.0 -> 1.0".
         ungraded: forced answers without a verdict now, by reason.
     """
 
     steps: int = 0
-    changed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
     ungraded: Counter[str] = field(default_factory=Counter)
 
 
@@ -445,7 +440,6 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     Args:
         path: the label folder.
         progress: called with phase "grade", in traces.
-
 
     Raises:
         ValueError: it is no label folder, holds no traces, or is being written; or the grader
@@ -464,9 +458,8 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
         grade_rows(rows, task)
         for row, old in zip(rows, before, strict=True):
             result.steps += len(old)
-            for was, now in zip(old, row["forced_correct"], strict=True):
-                if was != now:
-                    result.changed[str(was), str(now)] += 1
+            pairs = zip(old, row["forced_correct"], strict=True)
+            result.changed.update(f"{was} -> {now}" for was, now in pairs if was != now)
             result.ungraded.update(why for why in row["ungraded_reasons"] if why)
         done += len(rows)
         progress("grade", done, total)
@@ -475,6 +468,6 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
         store.rewrite(change)
         store.finish()
         if (path / PROVENANCE_FILE).is_file():
-            found = data_hash(read_manifest(path))
+            found = data_hash(store.manifest)
             write_provenance(path, replace(read_provenance(path), data_hash=found))
     return result

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
-__all__ = ["ImportedTrace", "Labeller", "TraceKey", "grade_rows"]
+__all__ = ["ImportedTrace", "Labeller", "TraceKey", "grade_rows", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,12 @@ class Labeller:
                 "labels of probabilities (labels=probability) are read behind what is forced, but "
                 "answers are free: take answer=forced, or other labels"
             )
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, settings: LabelSettings) -> Labeller:
+        """That of labels which were made with these settings."""
+        literals = ReasoningFormat.from_dict(settings.reasoning_format)
+        return cls(tokenizer, TokenFormat.compile(literals, tokenizer), settings)
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -249,6 +255,11 @@ class Labeller:
         return str(self.tokenizer.decode(list(ids), **plain))
 
 
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The problem that a labelled trace is of."""
+    return Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+
+
 def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     """Fills in the grades, why there is none, and which answers match the last forced one.
 
@@ -266,7 +277,7 @@ def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     pairs: dict[tuple[str, str], None] = {}
     about: list[tuple[Problem, list[str]]] = []
     for row in rows:
-        problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+        problem = problem_of(row)
         options = [one.strip() for one in task.options(problem)] if task.labels_expect else []
         about.append((problem, options))
         answers = row["forced_answers"]

@@ -19,12 +19,12 @@ from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.durable import room_needed
 from ospruner.engines.interface import Engine, EnginesDownError, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .features import validate_row
+from .folder import data_hash
 from .labelling import Labeller, TraceKey, grade_rows
 from .store import Chunk, LabelStore
 
@@ -151,14 +151,14 @@ def label_stored(
         if todo := [key for key in traces if key.place not in store.done]:
             work(store, todo, len(traces))
         dataset = store.finish(order)
-        recorded = (store.path / PROVENANCE_FILE).is_file()
-        if not recorded or read_provenance(store.path).data_hash != store.data_hash:
+        recorded, hashed = (store.path / PROVENANCE_FILE).is_file(), data_hash(store.manifest)
+        if not recorded or read_provenance(store.path).data_hash != hashed:
             provenance(
                 store.path,
                 seed=settings.seed,
                 base_model=settings.base_model,
                 base_revision=settings.base_revision,
-                data_hash=store.data_hash,
+                data_hash=hashed,
                 details={"settings": settings.to_dict()},
             )
     return dataset
@@ -210,7 +210,8 @@ class LabelStream:
         self._spent = _costs(self._engine)
         self._step_ends: dict[str, list[int]] = {}
         self._begun: dict[str, TraceKey] = {}
-        self._grading: list[Future[dict[str, Any]]] = []
+        self._ungraded: deque[dict[str, Any]] = deque()
+        self._grading: list[Future[list[dict[str, Any]]]] = []  # as many as rows
         self._ready = Chunk()
         self._suspects: list[tuple[TraceKey, Exception]] = []
         self._done: TraceKey | None = None  # the last one
@@ -278,8 +279,8 @@ class LabelStream:
         if not trace.trace_ids:
             self._ready.dropped.append((*key.place, "the trace has no thinking tokens"))
             return
-        row = self._labeller.row(key, request.prompt_ids, trace, ends, answers)
-        self._grading.append(self._grader.submit(_graded, row, self._labeller.task))
+        self._ungraded.append(self._labeller.row(key, request.prompt_ids, trace, ends, answers))
+        self._grading.append(self._grader.submit(self._grade))
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
@@ -323,11 +324,20 @@ class LabelStream:
 
     def _collect(self) -> None:
         """Takes rows that are graded."""
-        graded = [one for one in self._grading if one.done()]
-        self._grading = [one for one in self._grading if one not in graded]
-        for row in (one.result() for one in graded):
-            self._ready.rows.append(row)
-            self._told("grade", f"{row['problem_id']}/{row['sample_index']}")
+        while self._grading and self._grading[0].done():  # they are graded in turn
+            rows = self._grading[0].result()  # a broken grader's error stays, and ends the run
+            self._ready.rows.extend(rows)
+            del self._grading[0]
+            for row in rows:
+                self._told("grade", f"{row['problem_id']}/{row['sample_index']}")
+
+    def _grade(self) -> list[dict[str, Any]]:
+        """All rows that wait for it, together; none where one before has done them."""
+        rows = [self._ungraded.popleft() for _ in range(len(self._ungraded))]
+        grade_rows(rows, self._labeller.task)
+        for row in rows:
+            validate_row(row)
+        return rows
 
     def _settle(self, wait_for_grades: bool = True) -> None:
         """Commits what is finished; all that was handed in, unless it need not wait."""
@@ -339,12 +349,6 @@ class LabelStream:
             chunk, self._ready = replace(self._ready, costs=spent - self._spent), Chunk()
             self._spent = spent
             self._commit(chunk)
-
-
-def _graded(row: dict[str, Any], task: Task) -> dict[str, Any]:
-    grade_rows([row], task)
-    validate_row(row)
-    return row
 
 
 def _costs(engine: Engine) -> Counter[str]:

@@ -84,7 +84,7 @@ def ray_work(
                     except ray.exceptions.RayActorError:
                         if not ray.get(foreman.lost.remote(number)):
                             raise  # it cannot open its engine
-                        count += 1  # another takes its place
+                        count += ray.get(foreman.left.remote()) > 0  # another takes its place
                         continue
                     if said:
                         errors.append(said)

@@ -17,7 +17,6 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.calling import Ask, AskingEngine, Reply, Server
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import GradingPool, Verdict
-from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
@@ -25,9 +24,11 @@ from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.statistics import stats_of, told
 
+from ..conftest import sums
+
 SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
 Run = Callable[..., list[dict[str, Any]]]
-PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
+PROBLEMS = sums(12)
 
 
 class Scripted(AskingEngine):
@@ -163,7 +164,7 @@ def test_a_trace_that_is_refused_does_not_stop_the_others(
     assert "3 of 12 traces failed" in summary
     assert run(engine, "labels", 8) == rows  # nothing is tried again unless that is asked for
     traces = [problem for kind, problem, _ in engine.log if kind == "trace"]
-    # Those three were tried with others and alone, and then one that shows that the engine is sound.
+    # Those three were tried with others and alone; then one shows that the engine is sound.
     again = Counter(traces) - Counter(range(12))
     assert {3, 5, 7} < set(again)
     assert again.total() == 4
@@ -195,6 +196,20 @@ def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
     if chunk == 1:
         whole = run(Scripted(tiny_tokenizer, 4), "whole", 12)
         assert run(Scripted(tiny_tokenizer, 4), "labels", 8) == whole
+
+
+def test_a_row_that_is_none_ends_the_run_and_is_not_left_out(
+    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(row: dict[str, Any]) -> None:
+        if row["problem_id"] == "p5":
+            raise ValueError("p5 is no row")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("ospruner.train.labels.making.validate_row", refuse)
+        with pytest.raises(ValueError, match="p5 is no row"):
+            run(Scripted(tiny_tokenizer, 4), "labels", 4)
+    assert len(run(Scripted(tiny_tokenizer, 4), "labels", 4)) == 12
 
 
 def test_a_broken_grader_is_found_before_anything_is_sampled(
