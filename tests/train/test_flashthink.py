@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner
@@ -37,7 +37,7 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
             assert PROMPT.format(problem=row["problem"]) in text
     assert (np.diff(read, axis=1)[judged.table.mask[:, 1:]] > 0).all()
     np.testing.assert_array_equal(judged.table.correct[0, :3], dataset[0]["forced_correct"][:3])
-    short = SimpleNamespace(config=reasoner.model.config.__class__(max_position_embeddings=20))
+    short = SimpleNamespace(config=Qwen2Config(max_position_embeddings=20))
     with pytest.raises(ValueError, match=r"longer than the base's 20 positions .* a verifier with"):
         judged.refuse_beyond_positions(short)
 

@@ -82,7 +82,7 @@ def in_two(labels: Path, out: Path, how: str, break_after: int = EVER) -> None:
     def one(rank: str) -> None:
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank, ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
-        parts = {"micro_batch_tokens": 400, "states": f"{out}.states"}
+        parts: dict[str, Any] = {"micro_batch_tokens": 400, "states": f"{out}.states"}
         if break_after < EVER:
             with pytest.raises(BreakOffError):
                 train(labels, out, how, break_after, **parts)
