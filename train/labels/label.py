@@ -258,7 +258,7 @@ def import_traces(
     """
     config = _config(base, file, out, settings, _NOT_OF_IMPORTS)
     task = config.open_task()
-    fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
+    fmt = read_format(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=config.limit, fmt=fmt)
     samples = 1 + max(trace.sample_index for trace in traces)
     source = {"traces": Path(file).name}
@@ -276,7 +276,7 @@ def _run(
     task.check()
     name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
-    fmt = _format_of(config, tokenizer, task)
+    fmt = read_format(config, tokenizer, task)
     imported = Path(config.dataset).name if any(trace.given for trace in traces) else ""
     settings = config.settings(task, fmt, imported)
     settings = replace(settings, prompt_date=_prompt_date(tokenizer, config.out))
@@ -327,50 +327,28 @@ def load_run_problems(config: LabelConfig) -> Loaded:
     return Loaded(problems[: config.limit], loaded.source | {"excluded": excluded})
 
 
-def read_format(
-    name: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    wind_down: str | None = None,
-    task: Task | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    step_tokens: int = 0,
-) -> TokenFormat:
-    """The reasoning format of a base.
-
-    Args:
-        name: a preset's name, a JSON file with a format's literals, or None for the one that
-            fits the tokenizer's markers.
-        tokenizer: the base's.
-        wind_down: a sentence forced before the closing; None: the format's own.
-        task: shapes the forced answer; None for the format's own, an open box.
-        template_args: of the chat template; None or {}: the format's own.
-        step_tokens: of a format that says none.
+def read_format(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
+    """The reasoning format of a run, in its task's shape.
 
     Raises:
-        ValueError: no such preset, or a format that does not fit the tokenizer.
+        ValueError: no such preset, a format that does not fit the tokenizer, or arguments that its
+            chat template does not read.
     """
-    chosen = guess(tokenizer) if name is None else named(name)
-    if wind_down is not None:
-        chosen = replace(chosen, wind_down=wind_down)
-    if template_args:
-        chosen = replace(chosen, template_args=json.dumps(template_args, sort_keys=True))
-    chosen = replace(chosen, step_tokens=chosen.step_tokens or step_tokens)
-    if task is not None:
-        chosen = task.shape(chosen)
-    compiled = TokenFormat.compile(chosen, tokenizer)
-    check_blanks(tokenizer)
-    return compiled
-
-
-def _format_of(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
     given = parse_arguments(config.template_arg, "template argument")
     if unread := [name for name in given if name not in str(tokenizer.chat_template)]:
         raise ValueError(
             f"template arguments {unread} do not occur in the chat template of {config.base!r}: "
             "leave them out, or write them as the template does"
         )
-    literals = config.format, tokenizer, config.wind_down, task, given, config.step_tokens
-    return read_format(*literals)
+    chosen = guess(tokenizer) if config.format is None else named(config.format)
+    if config.wind_down is not None:
+        chosen = replace(chosen, wind_down=config.wind_down)
+    if given:
+        chosen = replace(chosen, template_args=json.dumps(given, sort_keys=True))
+    chosen = task.shape(replace(chosen, step_tokens=chosen.step_tokens or config.step_tokens))
+    compiled = TokenFormat.compile(chosen, tokenizer)
+    check_blanks(tokenizer)
+    return compiled
 
 
 def _prompt_date(tokenizer: PreTrainedTokenizerBase, out: str) -> str:
