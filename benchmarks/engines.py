@@ -38,7 +38,8 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     task = open_task(settings.task)
     tokenizer = load_tokenizer(args.base)
-    fmt = read_format(args.format, tokenizer, task=task)
+    plain = LabelConfig(format=args.format, step_tokens=0)
+    fmt = read_format(plain, tokenizer, task)
     asked = LabelConfig(dataset=args.dataset, split=args.split, limit=args.limit + 1)
     first, *others = load_run_problems(asked).problems
     options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")

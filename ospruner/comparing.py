@@ -198,8 +198,7 @@ class Judged:
         """FlashThink's; all that the verifier reads until a stop is charged."""
         verifier = Verifier.load(path, self.settings)
         tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
-        limit = verifier.base.config.get_text_config().max_position_embeddings
-        judged = verifier_traces(self.traces, self.tokenizer, tokenizer, limit)
+        judged = verifier_traces(self.traces, self.tokenizer, tokenizer)
         for module in (verifier.base, verifier.policy):
             torch.nn.Module.to(module, self.device)
         said = predict_outputs(verifier, judged)

@@ -84,13 +84,6 @@ def micro_batches(
     return [*parts, rows[start:]]
 
 
-def length_batches(
-    token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS
-) -> Iterator[IntArray]:
+def length_batches(token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS) -> list[IntArray]:
     """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
-    order = np.argsort(-token_lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        count = max(1, max_tokens // int(token_lengths[order[start]]))
-        yield order[start : start + count]
-        start += count
+    return micro_batches(token_lengths, np.argsort(-token_lengths, kind="stable"), max_tokens)

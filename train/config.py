@@ -50,6 +50,12 @@ _LEAST = {
     "num_train_epochs": 1,
 }
 
+_THEIRS = {
+    *("learning_rate", "num_train_epochs", "lr_scheduler_type", "warmup_steps", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed"),
+}
+"""Fields of `TrainingArguments` that a run cannot be continued with others of."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -268,27 +274,13 @@ class StopConfig(TrainingArguments):
 
         (Where things lie, and how much is computed at once, is not among them.)
         """
-        names = {entry.name for entry in fields(StopConfig)}
-        names -= {entry.name for entry in fields(TrainingArguments)}
+        theirs = {entry.name for entry in fields(TrainingArguments)}
+        names = {entry.name for entry in fields(StopConfig)} - theirs | _THEIRS
         names -= {"base", "states", "states_gib", "micro_batch_tokens"}
         if self.method != "flashthink":
             names.remove("verifier")
-        theirs = (
-            "learning_rate",
-            "num_train_epochs",
-            "lr_scheduler_type",
-            "warmup_steps",
-            "weight_decay",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_epsilon",
-            "max_grad_norm",
-            "bf16",
-            "seed",
-        )
-        values = {name: vars(self)[name] for name in (*sorted(names), *theirs)}
         return {
             name: value.value if isinstance(value, Enum) else value
-            for name, value in values.items()
-            if value is not None
+            for name in sorted(names)
+            if (value := vars(self)[name]) is not None
         }

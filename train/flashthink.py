@@ -144,7 +144,6 @@ def verifier_traces(
     dataset: Dataset,
     base_tokenizer: PreTrainedTokenizerBase,
     tokenizer: PreTrainedTokenizerBase,
-    limit: int,
     states: str | None = None,
 ) -> LabelledTraces:
     """Labelled traces as the verifier reads them: its own tokens, the labels unchanged.
@@ -156,11 +155,7 @@ def verifier_traces(
         dataset: labelled traces of the base.
         base_tokenizer: the base's.
         tokenizer: the verifier's.
-        limit: tokens that the verifier can read.
         states: see `LabelledTraces`.
-
-    Raises:
-        ValueError: a trace is longer than that.
     """
     table = TraceTable.from_dataset(dataset)
     sequences: list[IntArray] = []
@@ -171,12 +166,6 @@ def verifier_traces(
             text = base_tokenizer.decode(row["trace_ids"][start:end])
             ids += tokenizer.encode(text, add_special_tokens=False)
             positions[n, t] = len(ids) - 1
-        if len(ids) > limit:
-            raise ValueError(
-                f"trace {n} is {len(ids)} tokens long for the verifier, which reads {limit} at "
-                "most (max_position_embeddings): choose a verifier with a longer context, or label "
-                "with a lower --max-thinking-tokens"
-            )
         sequences.append(np.array(ids, dtype=np.int64))
     return LabelledTraces(table, sequences, positions, states)
 

@@ -95,9 +95,7 @@ def split_labels(
 
 def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
     """Validation may be sampled with another seed, day, and more often; all else must agree."""
-    free = {"seed", "samples_per_problem", "prompt_date"}
-    differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
-    if differences:
+    if differences := ours.differences(theirs, ("seed", "samples_per_problem", "prompt_date")):
         raise ValueError(
             f"the validation labels were made otherwise than the training labels "
             f"({'; '.join(differences)}): label both with the same settings"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.modeling_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import is_quantised
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
-from ospruner.eval.problems.problem import Problem
 
-from .labels.labelling import Labeller
+from .labels.labelling import Labeller, problem_of
 from .labels.loading import Labels
 
 __all__ = ["labelled_tokenizer", "load_labelled_base"]
@@ -88,19 +85,11 @@ def _not_by(where: str, labels: Labels, said: str) -> ValueError:
     )
 
 
-def _labeller(tokenizer: PreTrainedTokenizerBase, labels: Labels) -> Labeller:
-    fmt = ReasoningFormat.from_dict(labels.settings.reasoning_format)
-    return Labeller(tokenizer, TokenFormat.compile(fmt, tokenizer), labels.settings)
-
-
-def _problem(row: dict[str, Any]) -> Problem:
-    return Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
-
-
 def _asks_alike(tokenizer: PreTrainedTokenizerBase, labels: Labels) -> bool:
     """Whether a copy of the base that lies elsewhere asks the first problem in the same tokens."""
     row = labels.traces[0]
-    return bool(_labeller(tokenizer, labels).prompt(_problem(row)) == row["prompt_ids"])
+    labeller = Labeller.of(tokenizer, labels.settings)
+    return bool(labeller.prompt(problem_of(row)) == row["prompt_ids"])
 
 
 def _answers_difference(
@@ -110,7 +99,7 @@ def _answers_difference(
 
     Of all steps of the shortest traces; 0 where the labels store none.
     """
-    labeller = _labeller(tokenizer, labels)
+    labeller = Labeller.of(tokenizer, labels.settings)
     suffix = labeller.fmt.forced_suffix(labels.settings.answer)
     shortest = np.argsort([len(ids) for ids in labels.traces["trace_ids"]])[:_COMPARED_TRACES]
     names = ("step_ends", "forced_answer_ids", "forced_logprob", "option_probabilities")
@@ -120,6 +109,6 @@ def _answers_difference(
             if not answer or stored is None:
                 continue
             ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
-            among = None if shares is None else labeller.options(_problem(row))
+            among = None if shares is None else labeller.options(problem_of(row))
             differences.append(abs(mean_logprob(model, ids, answer, among) - stored))
     return float(np.median(differences)) if differences else 0.0

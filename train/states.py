@@ -18,7 +18,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from ospruner.scoring import TrunkDone, TrunkReader
 from .packing import pack, takes_packing
 from .tail import no_scores
 
-__all__ = ["KeptStates", "States", "form_of", "run_trunk", "stacked"]
+__all__ = ["StateFiles", "States", "form_of", "run_trunk", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -105,55 +105,28 @@ def _weights_of(base: Any, revision: str | None) -> str:
     return digest.hexdigest()
 
 
-@dataclass
-class KeptStates:
-    """The states of N traces, each by itself, in memory or in a folder.
+@dataclass(frozen=True)
+class StateFiles:
+    """The states of traces by their names, each in a file; as a dictionary holds them in memory."""
 
-    Attributes:
-        form: of the states, see `form_of`.
-        names: of the traces.
-        folder: in whose folder `form` they are; None for in memory.
-        held: those in memory, by the trace's number.
-    """
+    folder: Path
 
-    form: str
-    names: Sequence[str]
-    folder: Path | None = None
-    held: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    def __contains__(self, name: str) -> bool:
+        return self._file(name).is_file()
 
-    @property
-    def held_bytes(self) -> int:
-        """In memory."""
-        return sum(part.nbytes for one in self.held.values() for part in one.values())
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        return load_file(self._file(name))
 
-    def has(self, n: int) -> bool:
-        """Whether those of a trace are there."""
-        return n in self.held or (self.folder is not None and self._file(n).is_file())
-
-    def read(self, n: int) -> dict[str, Tensor]:
-        """Those of a trace."""
-        return self.held[n] if self.folder is None else load_file(self._file(n))
-
-    def write(self, n: int, states: dict[str, Tensor]) -> int:
-        """Keeps those of a trace; returns their bytes.
-
-        Raises:
-            ValueError: the disk has no room.
-        """
-        if self.folder is None:
-            self.held[n] = states
-        else:
-            file = self._file(n)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f".{file.name}.{os.getpid()}")
-            with room_needed(file.parent):
-                partial.write_bytes(save(states))
+    def __setitem__(self, name: str, states: dict[str, Tensor]) -> None:
+        file = self._file(name)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with room_needed(self.folder):
+            partial.write_bytes(save(states))
             partial.replace(file)
-        return sum(part.nbytes for part in states.values())
 
-    def _file(self, n: int) -> Path:
-        assert self.folder is not None
-        return self.folder / self.form / f"{self.names[n]}.safetensors"
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
 
 @torch.no_grad()
@@ -168,7 +141,7 @@ def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> State
         positions: (B, T) index of each step's last token.
 
     Raises:
-        ValueError: a text is longer than the base's positions.
+        ValueError: the base's positions change within such a text.
     """
     base, queries = model.base, model.policy.queries
     check_length(base.config, max(map(len, texts)), "the text")

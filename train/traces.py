@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
-from .states import KeptStates, States, form_of, run_trunk, stacked
+from .states import StateFiles, States, form_of, run_trunk, stacked
 
 __all__ = ["Batch", "LabelledTraces"]
 
@@ -74,7 +75,7 @@ class LabelledTraces:
         self.table, self.tokens, self.positions = table, tokens, positions
         self.token_lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         self.folder = None if states is None else Path(states)
-        self._kept: KeptStates | None = None
+        self._kept: dict[str, dict[str, Tensor]] | StateFiles = {}
         self._kept_for: tuple[Any, int, bool] | None = None
 
     def __len__(self) -> int:
@@ -139,7 +140,8 @@ class LabelledTraces:
             f"{beyond.size} traces are longer than the base's {limit} positions "
             f"(max_position_embeddings), such as trace {n} (problem {problem!r}) with "
             f"{int(self.token_lengths[n])} tokens: these are no traces of this base, or were "
-            f"labelled beyond its positions. Label again with a lower --max-thinking-tokens"
+            "labelled beyond its positions. Label again with a lower --max-thinking-tokens, or let "
+            "a verifier with a longer context judge them"
         )
 
     def states(self, model: Any, rows: IntArray) -> States:
@@ -149,9 +151,9 @@ class LabelledTraces:
             model: base and policy.
             rows: (B,) numbers of the traces.
         """
-        kept = self._kept if self.holds_states_of(model) else None
-        if kept is not None and all(kept.has(int(row)) for row in rows):
-            return stacked([kept.read(int(row)) for row in rows], model.base.device)
+        names = [self._names[row] for row in rows]
+        if self.holds_states_of(model) and all(name in self._kept for name in names):
+            return stacked([self._kept[name] for name in names], model.base.device)
         positions = torch.from_numpy(self.positions[rows, : int(self.table.num_steps[rows].max())])
         return run_trunk(model, [self.tokens[row] for row in rows], positions)
 
@@ -187,11 +189,12 @@ class LabelledTraces:
         Raises:
             ValueError: the disk has no room for the files.
         """
-        kept = self._kept if self.holds_states_of(model) else None
-        kept = kept or KeptStates(form_of(model), self._names(), self.folder)
+        kept = self._kept
+        if not self.holds_states_of(model):
+            kept = {} if self.folder is None else StateFiles(self.folder / form_of(model))
         wanted = np.full(len(self), rows is None)
         wanted[[] if rows is None else rows] = True
-        missing = wanted & np.array([not kept.has(row) for row in range(len(self))])
+        missing = wanted & np.array([name not in kept for name in self._names])
         total, size, seen = int(wanted.sum()), 0, 0
         done = total - int(missing.sum())
         if self.folder is not None:  # each its own, whatever the others have written yet
@@ -203,7 +206,8 @@ class LabelledTraces:
             states = self.states(model, some)
             for b, row in enumerate(some.tolist()):
                 tokens, steps = int(self.token_lengths[row]), int(self.table.num_steps[row])
-                size += kept.write(row, states.of(b, tokens, steps))
+                own = kept[self._names[row]] = states.of(b, tokens, steps)
+                size += sum(part.nbytes for part in own.values())
             done += len(some)
             seen += int(self.token_lengths[some].sum())
             expected = size / seen * int(self.token_lengths[wanted].sum())
@@ -211,8 +215,10 @@ class LabelledTraces:
                 return 0
             progress("trunk", done, total, f"{size / 2**20:.0f} MiB")
         self._kept, self._kept_for = kept, _trunk_of(model)
-        return kept.held_bytes
+        held = kept.values() if isinstance(kept, dict) else ()
+        return sum(part.nbytes for one in held for part in one.values())
 
+    @cached_property
     def _names(self) -> list[str]:
         """What tells each trace from others: a digest of its tokens and steps."""
         names = []

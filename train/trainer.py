@@ -483,10 +483,7 @@ def _judged(
     """The traces as FlashThink's verifier reads them, and the verifier."""
     reads = labelled_tokenizer(config.base, labels)
     model, tokenizer = load_verifier_base(config.verifier)
-    limit = model.config.get_text_config().max_position_embeddings
-    training, validating = (
-        verifier_traces(one, reads, tokenizer, limit, config.states) for one in sets
-    )
+    training, validating = (verifier_traces(one, reads, tokenizer, config.states) for one in sets)
     return training, validating, model, tokenizer
 
 

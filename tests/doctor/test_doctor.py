@@ -20,8 +20,9 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.doctor.examination import Diagnosis, examine, unmet
 from ospruner.engines.opening import load_tokenizer
+from ospruner.eval.problems.task import Math
 from ospruner.formats import HARMONY
-from ospruner.train.labels.label import read_format
+from ospruner.train.labels.label import LabelConfig, read_format
 from ospruner.train.untrained import untrained
 
 from ..broken_tensors import break_tensors
@@ -301,6 +302,6 @@ def test_a_tokenizer_that_transformers_rewrites_is_refused(base: Path, tmp_path:
     assert [one.name for one in report.wrong if re.search(words, one.value)] == ["format"]
     tokenizer = load_tokenizer(str(base))
     with pytest.raises(ValueError, match=words):  # what labels, training and engines compile
-        read_format("deepseek-r1", tokenizer)
+        read_format(LabelConfig(format="deepseek-r1"), tokenizer, Math())
     path.write_text(json.dumps(given | {"tokenizer_class": "PreTrainedTokenizerFast"}), "utf-8")
-    read_format("deepseek-r1", load_tokenizer(str(base)))
+    read_format(LabelConfig(format="deepseek-r1"), load_tokenizer(str(base)), Math())

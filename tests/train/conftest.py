@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from ospruner.demo.problems import Split
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
+from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.config import StopConfig
@@ -48,6 +49,17 @@ SETTINGS: dict[str, Any] = {
 SHORT = SETTINGS | {"prices": [1e-2], "num_train_epochs": 1}
 PRICED = SETTINGS | {"head": "price", "prices": RANGE, "num_train_epochs": 10}
 PROBE = {k: v for k, v in SHORT.items() if k not in ("head", "prices")} | {"method": "probe"}
+
+
+def sums(count: int) -> list[Problem]:
+    """So many problems."""
+    return [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(count)]
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Rows as a file of JSON lines; its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @contextmanager

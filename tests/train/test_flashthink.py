@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner
@@ -26,7 +27,7 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
 ) -> None:
     dataset = make_labels(5)
     theirs = reasoner.tokenizer
-    judged = verifier_traces(dataset, tiny_tokenizer, theirs, 10_000)
+    judged = verifier_traces(dataset, tiny_tokenizer, theirs)
     read = tokens_read(judged)
     for n, row in enumerate(dataset):
         ids = judged.tokens[n].tolist()
@@ -36,14 +37,15 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
             assert PROMPT.format(problem=row["problem"]) in text
     assert (np.diff(read, axis=1)[judged.table.mask[:, 1:]] > 0).all()
     np.testing.assert_array_equal(judged.table.correct[0, :3], dataset[0]["forced_correct"][:3])
-    with pytest.raises(ValueError, match=r"trace \d is \d+ tokens long for the verifier, which re"):
-        verifier_traces(dataset, tiny_tokenizer, theirs, 20)
+    short = SimpleNamespace(config=Qwen2Config(max_position_embeddings=20))
+    with pytest.raises(ValueError, match=r"longer than the base's 20 positions .* a verifier with"):
+        judged.refuse_beyond_positions(short)
 
 
 def test_a_verifier_with_a_chat_template_reads_inside_the_users_turn(
     make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    judged = verifier_traces(make_labels(2), tiny_tokenizer, tiny_tokenizer, 10_000)
+    judged = verifier_traces(make_labels(2), tiny_tokenizer, tiny_tokenizer)
     text = str(tiny_tokenizer.decode(judged.tokens[0]))
     assert text.startswith("<|user|>Another model is thinking")
     assert "<|assistant|>" not in text
@@ -78,7 +80,7 @@ def test_train_save_replay_and_charge(
     verifier = Verifier.load(stage.path, ours.settings)
     tokenizer = Reasoner().tokenizer
     theirs: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(tiny_base_dir)
-    judged = verifier_traces(ours.traces, tokenizer, theirs, 10_000)
+    judged = verifier_traces(ours.traces, tokenizer, theirs)
     read, last = tokens_read(judged), judged.table.last
     charged = np.where(last > 0, read[:, 0], 0)
     np.testing.assert_array_equal(first.outcome.probe_tokens, charged)

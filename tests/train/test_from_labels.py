@@ -188,7 +188,7 @@ def test_a_mix_keeps_problems_apart_and_names_domains(folders: list[Path], tmp_p
 
 
 def test_what_cannot_be_mixed_is_refused(folders: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="are both of 'train': give each folder once"):
+    with pytest.raises(ValueError, match="2 of them are of 'train': give each folder once"):
         load_mix([folders[0], folders[0]])
     literals = read_manifest(folders[1])["settings"]["reasoning_format"]
     wound = literals | {"wind_down": "So:", "box_prefix": "Answer:"}

@@ -96,11 +96,10 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert logged(out) == logged(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("settings", [PRICED, SHORT], ids=["price", "fixed"])
 def test_a_run_that_was_broken_off_repeats_the_epoch(
-    settings: dict[str, Any], fit: Fit, make_labels: MakeLabels, tmp_path: Path
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
 ) -> None:
-    labels, settings = make_labels(40), settings | {"num_train_epochs": 3, "average": 0.5}
+    labels, settings = make_labels(40), PRICED | {"num_train_epochs": 3, "average": 0.5}
     with files_for_a_group(tmp_path / "broken"), pytest.raises(BrokenOffError):
         fit(settings, labels, tmp_path / "broken", progress=ending_at(12))
     assert [*(tmp_path / "broken").glob("checkpoint-*/*.safetensors")]

@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import socket
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from ospruner.train.config import StopConfig
+from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
+from ..own_process import ended, start
 from .conftest import log_of
-from .several_processes import RUNS, BreakOffError
 
-PROGRAM = Path(__file__).with_name("several_processes.py")
+STAGES: dict[str, Any] = {
+    "head": "fixed",
+    "prices": [1e-3, 2e-4],
+    "tuning": "layers",
+    "num_train_epochs": 1,
+    "batch_size": 7,  # odd: two processes take different shares, and of the last batch one has none
+    "learning_rate": 5e-4,
+    "average": 0.5,
+    "states_gib": 0.0,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "limit": 45,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "layers": STAGES,
+    "price": STAGES | {"head": "price", "prices": [5e-5, 1e-2]},
+    "queries": STAGES | {"tuning": "queries"},
+    "probe": {k: v for k, v in STAGES.items() if k not in ("head", "prices")} | {"method": "probe"},
+    "lora": STAGES | {"adapter_rank": 4},
+}
 EVER = 10_000
+
+
+class BreakOffError(Exception):
+    """The run is ended here."""
 
 
 @pytest.fixture(scope="module")
@@ -26,28 +54,45 @@ def labels(labelled: Path) -> Path:
     return labelled / "train"
 
 
-def alone(labels: Path, out: Path, how: str, break_after: int = EVER) -> None:
-    """Trains in this process."""
+def train(
+    labels: Path, out: Path, how: str, break_after: int = EVER, **more: Any
+) -> list[SavedPolicy]:
+    """Trains until it is done, or until so many steps are taken."""
 
     def cut(phase: str, done: int, total: int, note: str = "") -> None:
         if phase == "train" and done > break_after:
             raise BreakOffError
 
-    StopTrainer(StopConfig(str(out), **RUNS[how]), str(labels), progress=cut).train()
+    trainer = StopTrainer(StopConfig(str(out), **RUNS[how] | more), str(labels), progress=cut)
+    trainer.train()
+    return trainer.policies
 
 
-def launch(*arguments: object) -> str:
-    """Two processes on the CPU, through gloo; what they print."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def in_two(labels: Path, out: Path, how: str, break_after: int = EVER) -> None:
+    """Trains in two processes on the CPU, through gloo.
+
+    One process takes a batch whole and runs the trunk anew; these take it in parts, and share a
+    folder of the trunk's states.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+
+    def one(rank: str) -> None:
+        os.environ.update(place, RANK=rank, LOCAL_RANK=rank, ACCELERATE_USE_CPU="true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        parts: dict[str, Any] = {"micro_batch_tokens": 400, "states": f"{out}.states"}
+        if break_after < EVER:
+            with pytest.raises(BreakOffError):
+                train(labels, out, how, break_after, **parts)
+            return
+        policies = train(labels, out, how, **parts)
+        assert len(policies) == (1 if how in ("price", "probe") else 2)
+        assert torch.distributed.get_world_size() == 2
+
+    children = [start(partial(one, rank)) for rank in "01"]
+    assert [ended(child) for child in children] == [0, 0]
 
 
 def same_curve(out: Path, reference: Path, resumed: bool = False) -> None:
@@ -72,24 +117,19 @@ def same_curve(out: Path, reference: Path, resumed: bool = False) -> None:
     ["layers", *(pytest.param(how, marks=pytest.mark.slow) for how in RUNS if how != "layers")],
 )
 def test_two_processes_train_as_one_does(how: str, labels: Path, tmp_path: Path) -> None:
-    said = launch(PROGRAM, labels, tmp_path / "two", how, EVER)
-    policies = 1 if how in ("price", "probe") else 2
-    for rank in (0, 1):
-        assert f"process {rank}: {policies} policies" in said
-    alone(labels, tmp_path / "one", how)
+    in_two(labels, tmp_path / "two", how)
+    train(labels, tmp_path / "one", how)
     same_curve(tmp_path / "two", tmp_path / "one")
     assert len(list((tmp_path / "two.states").glob("*/*.safetensors"))) == 45
 
 
 @pytest.mark.slow
 def test_one_number_of_processes_starts_and_another_ends(labels: Path, tmp_path: Path) -> None:
-    alone(labels, tmp_path / "one", "layers")
-    said = launch(PROGRAM, labels, tmp_path / "fewer", "layers", 4)
-    for rank in (0, 1):
-        assert f"broke off in process {rank} of 2" in said
-    alone(labels, tmp_path / "fewer", "layers")
+    train(labels, tmp_path / "one", "layers")
+    in_two(labels, tmp_path / "fewer", "layers", 4)
+    train(labels, tmp_path / "fewer", "layers")
     same_curve(tmp_path / "fewer", tmp_path / "one", resumed=True)
     with pytest.raises(BreakOffError):
-        alone(labels, tmp_path / "more", "layers", break_after=3)
-    launch(PROGRAM, labels, tmp_path / "more", "layers", EVER)
+        train(labels, tmp_path / "more", "layers", break_after=3)
+    in_two(labels, tmp_path / "more", "layers")
     same_curve(tmp_path / "more", tmp_path / "one", resumed=True)

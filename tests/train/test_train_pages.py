@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 
 from ..pages import blocks, commands
+from .conftest import write_rows
 
 SMALL = {
     "--prices r1": "--prices 5e-4,5e-5",
@@ -40,7 +40,7 @@ def test_every_command_of_training(
     for line in lines:
         for old, new in SMALL.items():
             line = line.replace(old, new.format(judge=tiny_base_dir))
-        # What accelerate launches is run in this process; test_several_processes launches it.
+        # What accelerate launches is run in this process; test_several_processes has two.
         launched = line.rpartition("-m ospruner.cli ")[2].removeprefix("ospruner ")
         if launched.startswith("python "):
             continue  # tests/project/test_pages.py
@@ -60,8 +60,7 @@ def test_commands_of_labels_on_the_reasoner_and_its_python_lines(
     repo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = repo_dir / "docs" / "labels.md"
-    rows = [vars(problem) for problem in draw_split("test", 4, 0)]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "problems.jsonl", map(vars, draw_split("test", 4, 0)))
     monkeypatch.chdir(tmp_path)
     ran = 0
     for line in commands(page):

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, Features, List
+from datasets import Dataset, Features
 from huggingface_hub import DatasetCardData
+
+from ospruner.eval.results import markdown_table
 
 from .features import COLUMNS, columns_of
 
@@ -76,17 +78,11 @@ def folder_card(files: Mapping[str, tuple[Sequence[str], str]]) -> str:
     """
     configs = card_configs({name: {"train": found} for name, found in files.items() if found[0]})
     head = DatasetCardData(configs=configs).to_yaml() if configs else ""
-    lines = [f"---\n{head}\n---", _TEXT.rstrip()]
+    parts = [f"---\n{head}\n---{_TEXT.rstrip()}"]
     for title, columns in (("Columns", COLUMNS), ("Columns of `prefixes`", PREFIX_COLUMNS)):
-        lines += ["", f"## {title}", "", "| column | type | |", "| --- | --- | --- |"]
-        lines += [
-            f"| `{name}` | `{_type(kind)}` | {what} |" for name, (kind, what) in columns.items()
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _type(kind: Any) -> str:
-    return f"list<{_type(kind.feature)}>" if isinstance(kind, List) else str(kind.dtype)
+        rows = [[f"`{name}`", f"`{kind}`", what] for name, (kind, what) in columns.items()]
+        parts += [f"## {title}", markdown_table(["column", "type", "what it holds"], rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 _COPIED = {  # column of a trace's list -> column of a prefix

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -113,23 +114,24 @@ def validate_row(row: Mapping[str, Any]) -> None:
         )
     where = f"trace {row['problem_id']!r} sample {row['sample_index']!r}"
     for column in FEATURES.arrow_schema:
-        kind = COLUMNS[column.name][1].partition(":")[0]
+        kind = f"{column.type} ({COLUMNS[column.name][1].partition(':')[0]})"
+        what = f"{where}: {column.name} is {reprlib.repr(row[column.name])}; it must be {kind}"
         try:
             found = pa.array([row[column.name]], column.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError) as error:
-            raise TypeError(
-                f"{where}: {column.name} is {_short(row[column.name])}; it must be {column.type} "
-                f"({kind}): {error}"
-            ) from error
+        except (OverflowError, ValueError, TypeError) as error:
+            raise TypeError(f"{what}: {error}") from error
         if found.null_count and column.name not in NULLABLE:
-            raise TypeError(f"{where}: {column.name} is None; it must be {column.type} ({kind})")
+            raise TypeError(what)
     for fault in _faults(row):
         raise ValueError(f"{where}: {fault}")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 100 else f"{text[:100]}..."
+def _flat(value: Any) -> Iterator[Any]:
+    """The values of a column that are not null, out of their lists."""
+    if isinstance(value, list | tuple):
+        yield from itertools.chain.from_iterable(map(_flat, value))
+    elif value is not None:
+        yield value
 
 
 def _faults(row: Mapping[str, Any]) -> Iterator[str]:
@@ -150,11 +152,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
         if name in WHOLE_STEPS and any(value is None for value in row[name]):
             yield f"{name} holds None"
     for name, (low, high) in RANGES.items():
-        values = row[name] if isinstance(row[name], list | tuple) else [row[name]]
-        flat = (x for one in values for x in (one if isinstance(one, list | tuple) else [one]))
-        for value in flat:
-            if value is None:
-                continue
+        for value in _flat(row[name]):
             if isinstance(low, int) and not isinstance(value, int):  # Arrow would cut a fraction
                 yield f"{name} holds {value}; it must hold integers"
             if not low <= value <= high:  # also refuses NaN

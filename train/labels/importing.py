@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from ospruner.engines.interface import Sampled
 from ospruner.eval.problems.problem import (
     Problem,
     first_of,
@@ -18,52 +17,12 @@ from ospruner.eval.problems.problem import (
     text_key,
 )
 
-from .labelling import Labeller, TraceKey
+from .labelling import ImportedTrace, TraceKey
 
-__all__ = ["ImportedTrace", "read_traces"]
+__all__ = ["read_traces"]
 
 _PROBLEM = ("id", "problem", "answer", "family")
 _TRACE = ("reasoning", "response", "closed")
-
-
-@dataclass(frozen=True)
-class ImportedTrace:
-    """One trace as text.
-
-    Attributes:
-        key: its problem, and its number among the problem's traces.
-        reasoning: the thinking, without the markers around it.
-        response: what followed the thinking; "" where nothing is known of it.
-        closed: whether the model ended its thinking itself.
-    """
-
-    key: TraceKey
-    reasoning: str
-    response: str
-    closed: bool
-
-    def sampled(self, prompt_ids: Sequence[int], labeller: Labeller) -> Sampled:
-        """The trace as if it had been sampled, cut at `max_new_tokens`.
-
-        There are no generated ids: the labeller's tokenizer tokenises the texts, in which nothing
-        is a control token. What opens the thinking is put before it where the prompt lacks it.
-        """
-        tokenizer, form = labeller.tokenizer, labeller.fmt.format
-
-        def ids_of(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-        start, opening, reasoning = form.think_start, list[int](), self.reasoning
-        tail = str(tokenizer.decode(list(prompt_ids)[-64:], clean_up_tokenization_spaces=False))
-        if start and start not in tail.rpartition(form.think_end)[2]:
-            newline = "\n" if start == "<think>" else ""
-            opening = list(tokenizer.encode(start + newline, add_special_tokens=False))
-        if opening or tail.endswith("\n"):
-            reasoning = reasoning.lstrip("\n")
-        ids, cap = opening + ids_of(reasoning), labeller.settings.max_new_tokens
-        if len(ids) > cap or not self.closed:
-            return Sampled(ids[:cap], [], "cap")
-        return Sampled(ids, ids_of(self.response), "natural")
 
 
 def read_traces(
@@ -72,7 +31,7 @@ def read_traces(
     columns: Mapping[str, Sequence[str]] | None = None,
     limit: int | None = None,
     fmt: ReasoningFormat | None = None,
-) -> list[ImportedTrace]:
+) -> list[TraceKey]:
     """Reads traces from a `.jsonl`, `.jsonl.gz` or `.parquet` file.
 
     Traces of one problem (by its normalised text) become its samples, whatever their ids, so that
@@ -122,9 +81,9 @@ def read_traces(
                 "quotes): whether the model ended its thinking itself"
             )
         texts = _split(_paragraphs(reasoning), _paragraphs(str(response or "")), fmt, where)
-        key = TraceKey(known, samples[known.id])
+        given = ImportedTrace(*texts, closed is not False)
+        traces.append(TraceKey(known, samples[known.id], given))
         samples[known.id] += 1
-        traces.append(ImportedTrace(key, *texts, closed is not False))
     return traces
 
 

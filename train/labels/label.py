@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -35,11 +35,11 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
 from .folder import MANIFEST, check_folder, data_hash, read_labels, read_manifest
-from .importing import ImportedTrace, read_traces
-from .labelling import Labeller, grade_rows
+from .importing import read_traces
+from .labelling import Labeller, TraceKey, grade_rows
 from .loading import load_splits
-from .making import label_problems, label_stored
-from .on_ray import Worker, ray_work
+from .making import Worker, label_stored, work_here
+from .on_ray import ray_work
 from .store import LabelStore
 
 __all__ = [
@@ -205,21 +205,22 @@ def label(
         TypeError: a setting that is none.
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    given: dict[str, Any] = {
-        "base": str(base),
-        "dataset": str(dataset),
-        "split": split,
-        "engine": engine,
-        "limit": limit,
-    }
-    _refuse_settings(settings, set(given) | {"out"})
-    return run_label(LabelConfig(**given, out=str(out), **settings), progress)
+    settings |= {"split": split, "engine": engine, "limit": limit}
+    return run_label(_config(base, dataset, out, settings), progress)
 
 
-def _refuse_settings(settings: Mapping[str, Any], others: set[str]) -> None:
-    known = [one.name for one in fields(LabelConfig) if one.name not in others]
+def _config(
+    base: str | Path,
+    dataset: str | Path,
+    out: str | Path,
+    settings: Mapping[str, Any],
+    but: Collection[str] = (),
+) -> LabelConfig:
+    named: dict[str, Any] = {"base": str(base), "dataset": str(dataset), "out": str(out)}
+    known = [one.name for one in fields(LabelConfig) if one.name not in {*named, *but}]
     if unknown := sorted(set(settings) - set(known)):
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
+    return LabelConfig(**named, **settings)
 
 
 def run_label(
@@ -228,7 +229,9 @@ def run_label(
     """What `label` does, with all settings in one object; of these problems where they are read."""
     task = config.open_task()
     loaded = loaded or load_run_problems(config)
-    return _run(config, task, loaded.problems, loaded.source, progress)
+    samples = range(config.samples)
+    traces = [TraceKey(problem, k) for problem in loaded.problems for k in samples]
+    return _run(config, task, traces, loaded.source, progress)
 
 
 _NOT_OF_IMPORTS = {
@@ -242,8 +245,6 @@ def import_traces(
     file: str,
     *,
     out: str | Path,
-    engine: str = "auto",
-    limit: int | None = None,
     progress: Progress = silent,
     **settings: Any,
 ) -> DatasetDict:
@@ -255,68 +256,49 @@ def import_traces(
     Raises:
         TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    given: dict[str, Any] = {"base": base, "dataset": file, "engine": engine, "limit": limit}
-    _refuse_settings(settings, set(given) | {"out"} | _NOT_OF_IMPORTS)
-    config = LabelConfig(**given, out=str(out), **settings)
+    config = _config(base, file, out, settings, _NOT_OF_IMPORTS)
     task = config.open_task()
-    fmt = _format_of(config, load_tokenizer(base, config.revision), task).format
-    traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
-    samples = 1 + max(trace.key.sample_index for trace in traces)
-    problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
+    fmt = read_format(config, load_tokenizer(base, config.revision), task).format
+    traces = read_traces(file, columns=parse_columns(config.columns), limit=config.limit, fmt=fmt)
+    samples = 1 + max(trace.sample_index for trace in traces)
     source = {"traces": Path(file).name}
-    return _run(replace(config, samples=samples), task, problems, source, progress, traces)
+    return _run(replace(config, samples=samples), task, traces, source, progress)
 
 
 def _run(
     config: LabelConfig,
     task: Task,
-    problems: Sequence[Problem],
+    traces: Sequence[TraceKey],
     source: Mapping[str, Any],
     progress: Progress,
-    imported: Sequence[ImportedTrace] = (),
 ) -> DatasetDict:
-    """Labels problems. Whatever can be refused is refused before the engine starts."""
+    """Labels traces. Whatever can be refused is refused before the engine starts."""
     task.check()
     name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
-    fmt = _format_of(config, tokenizer, task)
-    settings = config.settings(task, fmt, Path(config.dataset).name if imported else "")
+    fmt = read_format(config, tokenizer, task)
+    imported = Path(config.dataset).name if any(trace.given for trace in traces) else ""
+    settings = config.settings(task, fmt, imported)
     settings = replace(settings, prompt_date=_prompt_date(tokenizer, config.out))
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
+    problems = list({trace.problem.id: trace.problem for trace in traces}.values())
     for problem in problems:
         labeller.options(problem)  # refuses what cannot be read
     _refuse_beyond_positions(problems, options, labeller)
-    source = {**source, "engine": name}
 
-    def worker() -> Worker:  # in another process, perhaps on another machine
+    def worker() -> Worker:  # with actors in another process, perhaps on another machine
         own = load_tokenizer(config.base, config.revision)
-        literals = ReasoningFormat.from_dict(settings.reasoning_format)
-        labels = Labeller(own, TokenFormat.compile(literals, own), settings)
-        return open_engine(name, own, options), labels
+        return open_engine(name, own, options), Labeller.of(own, settings)
 
+    how: dict[str, Any] = {"chunk_traces": config.chunk, "progress": progress}
+    source = {**source, "engine": name}
     if config.actors:
-        work = ray_work(
-            worker,
-            config.actors,
-            gpus_per_actor=config.gpus_per_actor,
-            chunk_traces=config.chunk,
-            progress=progress,
-        )
-        source = {**source, "scale": "ray"}
-        label_stored(settings, problems, config.out, work, None, config.retry_failed, source)
-        return load_splits(config.out)
-    label_problems(
-        problems,
-        lambda: open_engine(name, tokenizer, options),
-        labeller,
-        config.out,
-        chunk_traces=config.chunk,
-        imported=imported,
-        retry_failed=config.retry_failed,
-        source=source,
-        progress=progress,
-    )
+        work = ray_work(worker, config.actors, gpus_per_actor=config.gpus_per_actor, **how)
+        source["scale"] = "ray"
+    else:
+        work = work_here(lambda: (open_engine(name, tokenizer, options), labeller), **how)
+    label_stored(settings, traces, config.out, work, config.retry_failed, source)
     return load_splits(config.out)
 
 
@@ -345,50 +327,28 @@ def load_run_problems(config: LabelConfig) -> Loaded:
     return Loaded(problems[: config.limit], loaded.source | {"excluded": excluded})
 
 
-def read_format(
-    name: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    wind_down: str | None = None,
-    task: Task | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    step_tokens: int = 0,
-) -> TokenFormat:
-    """The reasoning format of a base.
-
-    Args:
-        name: a preset's name, a JSON file with a format's literals, or None for the one that
-            fits the tokenizer's markers.
-        tokenizer: the base's.
-        wind_down: a sentence forced before the closing; None: the format's own.
-        task: shapes the forced answer; None for the format's own, an open box.
-        template_args: of the chat template; None or {}: the format's own.
-        step_tokens: of a format that says none.
+def read_format(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
+    """The reasoning format of a run, in its task's shape.
 
     Raises:
-        ValueError: no such preset, or a format that does not fit the tokenizer.
+        ValueError: no such preset, a format that does not fit the tokenizer, or arguments that its
+            chat template does not read.
     """
-    chosen = guess(tokenizer) if name is None else named(name)
-    if wind_down is not None:
-        chosen = replace(chosen, wind_down=wind_down)
-    if template_args:
-        chosen = replace(chosen, template_args=json.dumps(template_args, sort_keys=True))
-    chosen = replace(chosen, step_tokens=chosen.step_tokens or step_tokens)
-    if task is not None:
-        chosen = task.shape(chosen)
-    compiled = TokenFormat.compile(chosen, tokenizer)
-    check_blanks(tokenizer)
-    return compiled
-
-
-def _format_of(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> TokenFormat:
     given = parse_arguments(config.template_arg, "template argument")
     if unread := [name for name in given if name not in str(tokenizer.chat_template)]:
         raise ValueError(
             f"template arguments {unread} do not occur in the chat template of {config.base!r}: "
             "leave them out, or write them as the template does"
         )
-    literals = config.format, tokenizer, config.wind_down, task, given, config.step_tokens
-    return read_format(*literals)
+    chosen = guess(tokenizer) if config.format is None else named(config.format)
+    if config.wind_down is not None:
+        chosen = replace(chosen, wind_down=config.wind_down)
+    if given:
+        chosen = replace(chosen, template_args=json.dumps(given, sort_keys=True))
+    chosen = task.shape(replace(chosen, step_tokens=chosen.step_tokens or config.step_tokens))
+    compiled = TokenFormat.compile(chosen, tokenizer)
+    check_blanks(tokenizer)
+    return compiled
 
 
 def _prompt_date(tokenizer: PreTrainedTokenizerBase, out: str) -> str:
@@ -440,12 +400,12 @@ class Regraded:
 
     Attributes:
         steps: forced answers graded.
-        changed: of these, how many went from one grade to another: ("0.0", "1.0") -> count.
+        changed: of these, how many went from one grade to another: "0.0 -> 1.0".
         ungraded: forced answers without a verdict now, by reason.
     """
 
     steps: int = 0
-    changed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
     ungraded: Counter[str] = field(default_factory=Counter)
 
 
@@ -458,7 +418,6 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     Args:
         path: the label folder.
         progress: called with phase "grade", in traces.
-
 
     Raises:
         ValueError: it is no label folder, holds no traces, or is being written; or the grader
@@ -477,9 +436,8 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
         grade_rows(rows, task)
         for row, old in zip(rows, before, strict=True):
             result.steps += len(old)
-            for was, now in zip(old, row["forced_correct"], strict=True):
-                if was != now:
-                    result.changed[str(was), str(now)] += 1
+            pairs = zip(old, row["forced_correct"], strict=True)
+            result.changed.update(f"{was} -> {now}" for was, now in pairs if was != now)
             result.ungraded.update(why for why in row["ungraded_reasons"] if why)
         done += len(rows)
         progress("grade", done, total)
@@ -488,6 +446,6 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
         store.rewrite(change)
         store.finish()
         if (path / PROVENANCE_FILE).is_file():
-            found = data_hash(read_manifest(path))
+            found = data_hash(store.manifest)
             write_provenance(path, replace(read_provenance(path), data_hash=found))
     return result

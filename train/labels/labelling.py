@@ -4,33 +4,50 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
-__all__ = ["Labeller", "TraceKey", "grade_rows"]
+__all__ = ["ImportedTrace", "Labeller", "TraceKey", "grade_rows", "problem_of"]
+
+
+@dataclass(frozen=True)
+class ImportedTrace:
+    """A trace that others made, as text.
+
+    Attributes:
+        reasoning: the thinking, without the markers around it.
+        response: what followed the thinking; "" where nothing is known of it.
+        closed: whether the model ended its thinking itself.
+    """
+
+    reasoning: str
+    response: str
+    closed: bool
 
 
 @dataclass(frozen=True)
 class TraceKey:
-    """One trace to be sampled: which problem, and which of its samples.
+    """One trace: which problem, and which of its samples.
 
     Attributes:
         problem: the problem.
         sample_index: 0 .. samples_per_problem - 1.
+        given: the trace, where others made it; None where it is to be sampled.
     """
 
     problem: Problem
     sample_index: int
+    given: ImportedTrace | None = None
 
     @property
     def name(self) -> str:
@@ -88,6 +105,12 @@ class Labeller:
                 "answers are free: take answer=forced, or other labels"
             )
 
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, settings: LabelSettings) -> Labeller:
+        """That of labels which were made with these settings."""
+        literals = ReasoningFormat.from_dict(settings.reasoning_format)
+        return cls(tokenizer, TokenFormat.compile(literals, tokenizer), settings)
+
     @property
     def sampling(self) -> SamplingSettings:
         """How the engine samples traces."""
@@ -143,6 +166,26 @@ class Labeller:
         ends = self.fmt.step_ends(trace_ids)
         stride = self.settings.step_stride
         return [end for i, end in enumerate(ends, start=1) if i % stride == 0 or i == len(ends)]
+
+    def imported(self, given: ImportedTrace, prompt_ids: Sequence[int]) -> Sampled:
+        """A trace that others made as if it had been sampled, cut at `max_new_tokens`.
+
+        There are no generated ids: the tokenizer tokenises the texts, in which nothing is a control
+        token. What opens the thinking is put before it where the prompt lacks it.
+        """
+        form, reasoning, opening = self.fmt.format, given.reasoning, list[int]()
+        tail = self._text(prompt_ids[-64:])
+        if form.think_start and form.think_start not in tail.rpartition(form.think_end)[2]:
+            newline = "\n" if form.think_start == "<think>" else ""
+            opening = self.tokenizer.encode(form.think_start + newline, add_special_tokens=False)
+        if opening or tail.endswith("\n"):
+            reasoning = reasoning.lstrip("\n")
+        texts: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
+        ids = [*opening, *self.tokenizer.encode(reasoning, **texts)]
+        cap = self.settings.max_new_tokens
+        if len(ids) > cap or not given.closed:
+            return Sampled(ids[:cap], [], "cap")
+        return Sampled(ids, list(self.tokenizer.encode(given.response, **texts)), "natural")
 
     def row(
         self,
@@ -212,6 +255,11 @@ class Labeller:
         return str(self.tokenizer.decode(list(ids), **plain))
 
 
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The problem that a labelled trace is of."""
+    return Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+
+
 def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     """Fills in the grades, why there is none, and which answers match the last forced one.
 
@@ -229,7 +277,7 @@ def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     pairs: dict[tuple[str, str], None] = {}
     about: list[tuple[Problem, list[str]]] = []
     for row in rows:
-        problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+        problem = problem_of(row)
         options = [one.strip() for one in task.options(problem)] if task.labels_expect else []
         about.append((problem, options))
         answers = row["forced_answers"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,10 +168,10 @@ def _remembered(traces: Dataset) -> Labels:
     return Labels(traces, settings, made["data_hash"], made["source"])
 
 
-_OF_A_PART = {
+_OF_A_PART = (
     *("task", "temperature", "top_p", "top_k", "seed", "samples_per_problem"),
     *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format", "prompt_date"),
-}
+)
 """What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
 
 
@@ -195,8 +196,7 @@ def load_mix(sources: Sequence[LabelSource]) -> Labels:
     names = _names_of(loaded)
     first = loaded[0]
     for name, other in zip(names[1:], loaded[1:], strict=True):
-        lines = first.settings.differences(other.settings)
-        lines = [line for line in lines if line.partition(":")[0] not in _OF_A_PART]
+        lines = first.settings.differences(other.settings, _OF_A_PART)
         ours, theirs = (one.settings.reasoning_format for one in (first, other))
         lines += [
             f"reasoning_format's {key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
@@ -224,15 +224,14 @@ def _names_of(loaded: Sequence[Labels]) -> list[str]:
         task if tasks.count(task) == 1 else one.source
         for task, one in zip(tasks, loaded, strict=True)
     ]
-    hashes = [one.data_hash for one in loaded]
-    for values in (hashes, names):
-        for place, value in enumerate(values):
-            if (before := values.index(value)) < place:
-                raise ValueError(
-                    f"labels: the {before + 1}. and the {place + 1}. are both of {names[place]!r}: "
-                    "give each folder once, and one folder for each data set (more problems go "
-                    "into the same folder, by the same command)"
-                )
+    for values in ([one.data_hash for one in loaded], names):
+        value, count = Counter(values).most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"labels: {count} of them are of {names[values.index(value)]!r}: give each "
+                "folder once, and one folder for each data set (more problems go into the same "
+                "folder, by the same command)"
+            )
     return names
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,26 @@ from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.durable import room_needed
 from ospruner.engines.interface import Engine, EnginesDownError, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .features import validate_row
-from .importing import ImportedTrace
+from .folder import data_hash
 from .labelling import Labeller, TraceKey, grade_rows
 from .store import Chunk, LabelStore
 
-__all__ = ["LabelStream", "Labeller", "Work", "label_problems", "label_stored"]
+__all__ = [
+    "LabelStream",
+    "Labeller",
+    "Work",
+    "Worker",
+    "label_problems",
+    "label_stored",
+    "work_here",
+]
 
+Worker = tuple[Engine, Labeller]
 Work = Callable[[LabelStore, Sequence[TraceKey], int], None]
 """Commits traces: is given the folder, the traces that it lacks (one at least), and how many all
 are."""
@@ -38,40 +46,79 @@ are."""
 
 def label_problems(
     problems: Sequence[Problem],
-    engine: Engine | Callable[[], Engine],
+    engine: Engine,
     labeller: Labeller,
     out_dir: str | Path,
     *,
     chunk_traces: int = 128,
-    imported: Sequence[ImportedTrace] = (),
     retry_failed: bool = False,
-    source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
-    """Samples traces of problems, labels every step, and keeps all in a folder.
+    """Samples `samples_per_problem` traces of each problem, in this process; see `label_stored`."""
+    labeller.task.check()
+    samples = range(labeller.settings.samples_per_problem)
+    traces = [TraceKey(problem, k) for problem in problems for k in samples]
+    work = work_here(lambda: (engine, labeller), chunk_traces=chunk_traces, progress=progress)
+    return label_stored(labeller.settings, traces, out_dir, work, retry_failed)
 
-    The engine is kept busy: a finished trace is forked and graded while others are sampled, and
-    another is begun in its place. A run that was killed continues, and as a trace depends only on
-    the seed, the problem and its sample index, the result is that of an undisturbed run, with any
-    `chunk_traces`; where the engine cannot promise that (`Engine.batch_effects`), the manifest says
-    why. More problems may be added later.
 
-    Traces that an error ended are done again, one by one; those that raise one again are recorded
-    as failed, with the error. Errors that keep out long traces bias the labels: look at
-    their number.
+def work_here(
+    make_worker: Callable[[], Worker], *, chunk_traces: int = 128, progress: Progress = silent
+) -> Work:
+    """What labels a folder's traces in this process.
 
     Args:
-        problems: what to reason about; ids are unique.
-        engine: runs the base; a function is called where a trace is left to do.
-        labeller: asks, reads and grades; its settings' unknown `base_fingerprint` is filled in.
-        out_dir: an empty folder, or one of an earlier run with the same settings.
+        make_worker: called where a trace is left to do.
         chunk_traces: traces that may be begun and not committed: a kill loses at most these. Give
             a third more than the engine works on at once.
-        imported: traces of the problems that others made; by default `samples_per_problem` of each
-            are sampled.
+        progress: called with phases "sample", "fork" and "grade", in traces.
+    """
+
+    def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
+        worker, left = make_worker(), deque(todo)
+        store.note_effects(worker[0].batch_effects)
+        seen: dict[str, set[str]] = defaultdict(set)  # one that is tried again counts once
+
+        def told(phase: str, name: str) -> None:
+            seen[phase].add(name)
+            progress(phase, total - len(todo) + len(seen[phase]), total)
+
+        def take() -> TraceKey | None:
+            return left.popleft() if left else None
+
+        progress("sample", total - len(todo), total)
+        LabelStream(worker, take, store.commit, chunk_traces, told).run()
+
+    return work
+
+
+def label_stored(
+    settings: LabelSettings,
+    traces: Sequence[TraceKey],
+    out_dir: str | Path,
+    work: Work,
+    retry_failed: bool = False,
+    source: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Labels every step of traces, and keeps all in a folder.
+
+    A finished trace is forked and graded while others are sampled, and another is begun in its
+    place. A run that was killed continues, and as a trace depends only on the seed, the problem and
+    its sample index, the result is that of an undisturbed run, whatever is begun at once; where the
+    engine cannot promise that (`Engine.batch_effects`), the manifest says why. More problems may be
+    added later.
+
+    Traces that an error ended are done again, one by one; those that raise one again are recorded
+    as failed, with the error. Errors that keep out long traces bias the labels: look at their
+    number.
+
+    Args:
+        settings: of the run; an unknown `base_fingerprint` is filled in.
+        traces: those that the folder shall hold, in order.
+        out_dir: an empty folder, or one of an earlier run with the same settings.
+        work: labels those that it lacks.
         retry_failed: try those again that failed in an earlier run.
         source: where the problems come from, JSON values; kept in the manifest.
-        progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
         The labelled traces, columns `features.FEATURES`.
@@ -80,52 +127,16 @@ def label_problems(
         ValueError: bad problems, a folder that holds something else or other settings, a full disk,
             or a broken grader.
         EnginesDownError: no server is left; what was committed is kept.
-        Exception: that of the first trace, where several raise one in a row, and again alone.
+        Exception: that of the first trace, where all that raise one do so again alone, and so does
+            one that was done before.
     """
-    labeller.task.check()
-    given = {trace.key.name: trace for trace in imported}
-
-    def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
-        running = engine() if callable(engine) else engine
-        store.note_effects(running.batch_effects)
-        seen: dict[str, set[str]] = defaultdict(set)  # one that is tried again counts once
-
-        def told(phase: str, name: str) -> None:
-            seen[phase].add(name)
-            progress(phase, total - len(todo) + len(seen[phase]), total)
-
-        progress("sample", total - len(todo), total)
-        left = deque(todo)
-        take = lambda: left.popleft() if left else None  # noqa: E731
-        LabelStream(labeller, running, take, store.commit, chunk_traces, given, told).run()
-
-    wanted = [trace.key for trace in imported] or None
-    return label_stored(labeller.settings, problems, out_dir, work, wanted, retry_failed, source)
-
-
-def label_stored(
-    settings: LabelSettings,
-    problems: Sequence[Problem],
-    out_dir: str | Path,
-    work: Work,
-    traces: Sequence[TraceKey] | None = None,
-    retry_failed: bool = False,
-    source: Mapping[str, Any] | None = None,
-) -> Dataset:
-    """Opens a label folder, has the traces done that it lacks, and finishes it.
-
-    Arguments are those of `label_problems`, and `traces` which they are: by default
-    `samples_per_problem` of each problem.
-    """
-    given: dict[str, Problem] = {}
-    for problem in problems:
-        if problem.id in given:
-            raise ValueError(f"two problems share the id {problem.id!r}; ids must be unique")
-        given[problem.id] = problem
-    if not given:
+    if not traces:
         raise ValueError("problems is empty; give at least one problem to label")
-    samples = range(settings.samples_per_problem)
-    wanted = traces or [TraceKey(problem, k) for problem in problems for k in samples]
+    order: dict[tuple[str, int], int] = {}
+    for key in traces:
+        if key.place in order:
+            raise ValueError(f"two problems share the id {key.problem.id!r}; ids must be unique")
+        order[key.place] = len(order)
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
@@ -134,21 +145,20 @@ def label_stored(
             why = f"no safetensors files of {where!r} at revision {revision!r} on this machine"
             source["base_fingerprint"] = f"unknown: {why}"
     with room_needed(Path(out_dir)), LabelStore(out_dir, settings, source) as store:
-        _refuse_other_problems(store, given)
+        _refuse_other_problems(store, {key.problem.id: key.problem for key in traces})
         if retry_failed:
             store.forget_failed()
-        todo = [key for key in wanted if key.place not in store.done]
-        if todo:
-            work(store, todo, len(wanted))
-        dataset = store.finish({key.place: n for n, key in enumerate(wanted)})
-        recorded = (store.path / PROVENANCE_FILE).is_file()
-        if not recorded or read_provenance(store.path).data_hash != store.data_hash:
+        if todo := [key for key in traces if key.place not in store.done]:
+            work(store, todo, len(traces))
+        dataset = store.finish(order)
+        recorded, hashed = (store.path / PROVENANCE_FILE).is_file(), data_hash(store.manifest)
+        if not recorded or read_provenance(store.path).data_hash != hashed:
             provenance(
                 store.path,
                 seed=settings.seed,
                 base_model=settings.base_model,
                 base_revision=settings.base_revision,
-                data_hash=store.data_hash,
+                data_hash=hashed,
                 details={"settings": settings.to_dict()},
             )
     return dataset
@@ -176,39 +186,35 @@ class LabelStream:
     Traces are committed once a quarter of the window is finished and no other can be begun before.
 
     Args:
-        labeller: asks and reads.
-        engine: runs the base.
+        worker: runs the base; asks and reads.
         take: the next trace to be begun; None where there is none now and, while none is begun, the
             end.
         commit: takes what is finished.
         window: how many traces may be begun and not committed.
-        given: traces that others made, by name; where there are any, none is sampled.
         told: is told of a phase ("sample", "fork", "grade") and a trace's name.
         alone: whether this is one trace that an error ended before.
     """
 
     def __init__(
         self,
-        labeller: Labeller,
-        engine: Engine,
+        worker: Worker,
         take: Callable[[], TraceKey | None],
         commit: Callable[[Chunk], None],
         window: int,
-        given: Mapping[str, ImportedTrace] | None = None,
         told: Callable[[str, str], None] = lambda phase, name: None,
         alone: bool = False,
     ) -> None:
-        self._labeller, self._engine = labeller, engine
-        self._take, self._commit, self._window = take, commit, window
-        self._given, self._told, self._alone = given or {}, told, alone
-        self._spent = _costs(engine)
+        self._worker, self._take, self._commit, self._window = worker, take, commit, window
+        self._engine, self._labeller = worker
+        self._told, self._alone = told, alone
+        self._spent = _costs(self._engine)
         self._step_ends: dict[str, list[int]] = {}
         self._begun: dict[str, TraceKey] = {}
-        self._ungraded: list[dict[str, Any]] = []
-        self._grading: tuple[Future[None], list[dict[str, Any]]] | None = None
+        self._ungraded: deque[dict[str, Any]] = deque()
+        self._grading: list[Future[list[dict[str, Any]]]] = []  # as many as rows
         self._ready = Chunk()
         self._suspects: list[tuple[TraceKey, Exception]] = []
-        self._done_since_error = 0
+        self._done: TraceKey | None = None  # the last one
         self._ended = False
 
     def run(self) -> None:
@@ -220,7 +226,7 @@ class LabelStream:
                     self._engine.sample_and_fork(
                         self,
                         self._labeller.sampling,
-                        None if self._given else fmt,
+                        None if settings.imported_from else fmt,
                         fmt.forced_suffix(settings.answer),
                         settings.max_answer_tokens,
                         fmt.box_state if settings.answer == "forced" else None,
@@ -240,11 +246,10 @@ class LabelStream:
 
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
-        if not self._begun:
-            self._settle()
         self._collect()
-        if self._held() >= self._window and 4 * len(self._ready) >= self._window:
-            self._hand_on()
+        full = self._held() >= self._window and 4 * len(self._ready) >= self._window
+        if full or not self._begun:
+            self._settle(not self._begun)
         while self._held() < self._window:
             key = self._take()
             if key is None:
@@ -256,9 +261,7 @@ class LabelStream:
             except ValueError as error:  # such as a chat template that takes no such text
                 self._suspect(key.name, error)
                 continue
-            trace = None
-            if self._given:
-                trace = self._given[key.name].sampled(prompt, self._labeller)
+            trace = None if key.given is None else self._labeller.imported(key.given, prompt)
             return TraceRequest(prompt, key.name, self._labeller.options(key.problem), trace)
         return None
 
@@ -271,13 +274,13 @@ class LabelStream:
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
         key, ends = self._begun.pop(request.key), self._step_ends.pop(request.key)
-        self._done_since_error += 1
+        self._done = key
         self._told("fork", request.key)
         if not trace.trace_ids:
             self._ready.dropped.append((*key.place, "the trace has no thinking tokens"))
             return
         self._ungraded.append(self._labeller.row(key, request.prompt_ids, trace, ends, answers))
-        self._collect()
+        self._grading.append(self._grader.submit(self._grade))
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
@@ -285,69 +288,67 @@ class LabelStream:
 
     def _suspect(self, name: str, error: Exception) -> None:
         """Takes note of an error that ended a trace, which need not be its own."""
-        if not self._suspects:
-            self._done_since_error = 0
         self._step_ends.pop(name, None)
         self._suspects.append((self._begun.pop(name), error))
 
     def _judge(self) -> None:
-        """Labels what an error ended one by one: a trace that raises one again has failed."""
+        """Labels what an error ended one by one: a trace that raises one again has failed.
+
+        Where all do, one that was done before shows whether the engine is broken, and not they.
+        """
         suspects, self._suspects = self._suspects, []
-        for key, error in suspects if self._alone else ():
-            lost = (*key.place, f"{type(error).__name__}: {error}")
-            self._commit(Chunk(failed=[lost]))
-        if self._alone or not suspects:
-            return
-        tried: list[Chunk] = []
-        for key, _ in suspects:
-            one = iter([key])
-            take = lambda one=one: next(one, None)  # noqa: E731
-            rest = (tried.append, 1, self._given, self._told, True)
-            LabelStream(self._labeller, self._engine, take, *rest).run()
-        failed = sum(len(chunk.failed) for chunk in tried)
-        if failed == len(suspects) > 1 and not self._done_since_error:
-            raise suspects[0][1]  # the engine is broken, not they
-        for chunk in tried:
-            self._ready = self._ready.plus(chunk)
-        self._hand_on()
+        if self._alone:
+            lost = [(*key.place, f"{type(error).__name__}: {error}") for key, error in suspects]
+            self._ready.failed.extend(lost)
+        elif suspects:
+            tried = [self._tried(key) for key, _ in suspects]
+            if all(chunk.failed for chunk in tried) and (
+                len(suspects) > 1 if self._done is None else self._tried(self._done).failed
+            ):
+                raise suspects[0][1]
+            for chunk in tried:
+                self._ready = self._ready.plus(chunk)
+        self._settle()
 
-    def _settle(self) -> None:
-        """Grades and commits all that was handed in."""
-        while self._grading or self._ungraded:
-            self._collect(wait=True)
-        if len(self._ready):
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        """Commits what is finished."""
-        spent = _costs(self._engine)
-        chunk, self._ready = replace(self._ready, costs=spent - self._spent), Chunk()
-        self._spent = spent
-        self._commit(chunk)
+    def _tried(self, key: TraceKey) -> Chunk:
+        """A trace by itself."""
+        left, made = [key], list[Chunk]()
+        take = lambda: left.pop() if left else None  # noqa: E731
+        LabelStream(self._worker, take, made.append, 1, self._told, True).run()
+        return made[0]
 
     def _held(self) -> int:
         """Traces that are begun and not committed."""
-        grading = len(self._grading[1]) if self._grading else 0
-        waiting = len(self._begun) + len(self._suspects) + len(self._ungraded)
-        return waiting + grading + len(self._ready)
+        waiting = len(self._begun) + len(self._suspects) + len(self._grading)
+        return waiting + len(self._ready)
 
-    def _collect(self, wait: bool = False) -> None:
-        """Takes rows that are graded, and hands over those that wait to be."""
-        if self._grading and (wait or self._grading[0].done()):
-            (graded, rows), self._grading = self._grading, None
-            graded.result()
+    def _collect(self) -> None:
+        """Takes rows that are graded."""
+        while self._grading and self._grading[0].done():  # they are graded in turn
+            rows = self._grading[0].result()  # a broken grader's error stays, and ends the run
             self._ready.rows.extend(rows)
+            del self._grading[0]
             for row in rows:
                 self._told("grade", f"{row['problem_id']}/{row['sample_index']}")
-        if self._ungraded and self._grading is None:
-            rows, self._ungraded = self._ungraded, []
-            self._grading = self._grader.submit(_grade, rows, self._labeller.task), rows
 
+    def _grade(self) -> list[dict[str, Any]]:
+        """All rows that wait for it, together; none where one before has done them."""
+        rows = [self._ungraded.popleft() for _ in range(len(self._ungraded))]
+        grade_rows(rows, self._labeller.task)
+        for row in rows:
+            validate_row(row)
+        return rows
 
-def _grade(rows: list[dict[str, Any]], task: Task) -> None:
-    grade_rows(rows, task)
-    for row in rows:
-        validate_row(row)
+    def _settle(self, wait_for_grades: bool = True) -> None:
+        """Commits what is finished; all that was handed in, unless it need not wait."""
+        if wait_for_grades:
+            wait(self._grading)
+            self._collect()
+        if len(self._ready):
+            spent = _costs(self._engine)
+            chunk, self._ready = replace(self._ready, costs=spent - self._spent), Chunk()
+            self._spent = spent
+            self._commit(chunk)
 
 
 def _costs(engine: Engine) -> Counter[str]:

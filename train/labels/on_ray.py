@@ -10,20 +10,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ospruner.engines.interface import Engine
 from ospruner.optional import needed
 from ospruner.progress import Progress, silent
 
-from .labelling import Labeller, TraceKey
-from .making import LabelStream, Work
+from .labelling import TraceKey
+from .making import LabelStream, Work, Worker
 from .store import Chunk, LabelStore
 
-__all__ = ["UnfinishedRunError", "Worker", "ray_work"]
+__all__ = ["UnfinishedRunError", "ray_work"]
 
 _PIP_LINE = "pip install 'ospruner[ray]'"
 _DEATHS = 2  # how often a trace may end its actor together with others, and then alone
-
-Worker = tuple[Engine, Labeller]
 
 
 class UnfinishedRunError(OSError):
@@ -87,7 +84,7 @@ def ray_work(
                     except ray.exceptions.RayActorError:
                         if not ray.get(foreman.lost.remote(number)):
                             raise  # it cannot open its engine
-                        count += 1  # another takes its place
+                        count += ray.get(foreman.left.remote()) > 0  # another takes its place
                         continue
                     if said:
                         errors.append(said)
@@ -162,7 +159,7 @@ class _Actor:
     def __init__(
         self, make_worker: Callable[[], Worker], foreman: Any, number: int, window: int
     ) -> None:
-        self._engine, self._labeller = make_worker()
+        self._worker = make_worker()
         self._foreman, self._number, self._window = foreman, number, window
 
     def label(self) -> str:
@@ -177,11 +174,11 @@ class _Actor:
             return key
 
         def hand_in(chunk: Chunk) -> None:
-            effects = self._engine.batch_effects
+            effects = self._worker[0].batch_effects
             ray.get(self._foreman.hand_in.remote(self._number, chunk, effects))
 
         try:
-            LabelStream(self._labeller, self._engine, take, hand_in, self._window).run()
+            LabelStream(self._worker, take, hand_in, self._window).run()
         except Exception as error:  # noqa: BLE001 - told to whoever started the run
             return f"{type(error).__name__}: {error}"
         return ""

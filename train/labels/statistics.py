@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from .folder import MANIFEST, read_labels, read_manifest
 from .label import Regraded
@@ -22,36 +23,39 @@ def stats_of(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there are no labels.
     """
-    dataset, manifest = read_labels(path), read_manifest(path)
-    grades = dataset["forced_correct"]
-    rows = list(zip(dataset["step_ends"], grades, strict=True))
-    reasons = Counter(why for row in dataset["ungraded_reasons"] for why in row if why is not None)
-    natural = [grade for grade in dataset["natural_correct"] if grade is not None]
+    manifest = read_manifest(path)
+    columns = ["problem_id", "ended", "natural_correct"]
+    per_step = ["step_ends", "forced_correct", "ungraded_reasons"]
+    frame = read_labels(path, manifest).select_columns([*columns, *per_step]).to_pandas()
+    steps = frame.explode(per_step)
+    grades = steps["forced_correct"].astype(float)
+    ends, right = steps["step_ends"].astype(int).groupby(level=0), grades.fillna(0.0)
+    reached = steps["step_ends"].astype(int) / ends.transform("last")  # as a share of the trace
+    natural = frame["natural_correct"].astype(float).dropna()
+
+    def share(grades: pd.Series) -> float:
+        """Of the traces; one without such a step is wrong."""
+        return float(grades.sum() / len(frame))
+
     return {
-        "traces": len(dataset),
-        "problems": len(set(dataset["problem_id"])),
-        "steps": sum(map(len, grades)),
-        "tokens_per_trace": sum(map(len, dataset["trace_ids"])) / len(dataset),
+        "traces": len(frame),
+        "problems": frame["problem_id"].nunique(),
+        "steps": len(steps),
+        "tokens_per_trace": share(ends.last()),
         "dropped_traces": len(manifest["dropped"]),
         "failed_traces": len(manifest["failed"]),
-        "capped_traces": list(dataset["ended"]).count("cap"),
-        "ungraded_steps": sum(row.count(None) for row in grades),
-        "ungraded_reasons": dict(reasons),
-        "full_accuracy": sum(row[-1] or 0.0 for row in grades) / len(dataset),
-        "natural_accuracy": sum(natural) / len(natural) if natural else None,
-        "ever_right": sum(any((g or 0) >= 0.5 for g in row) for row in grades) / len(dataset),
+        "capped_traces": int((frame["ended"] == "cap").sum()),
+        "ungraded_steps": int(grades.isna().sum()),
+        "ungraded_reasons": dict(Counter(steps["ungraded_reasons"].dropna())),
+        "full_accuracy": share(right.groupby(level=0).last()),
+        "natural_accuracy": float(natural.mean()) if len(natural) else None,
+        "ever_right": share(right.groupby(level=0).max() >= 0.5),
         "accuracy_at": {
-            str(share): sum(_grade_at(*row, share) for row in rows) / len(dataset)
-            for share in (0.25, 0.5, 0.75)
+            str(part): share(right[reached <= part].groupby(level=0).last())
+            for part in (0.25, 0.5, 0.75)
         },
         **{name: manifest[name] for name in COSTS},
     }
-
-
-def _grade_at(ends: list[int], grades: list[float | None], share: float) -> float:
-    """The grade of the last step within that share of a trace's tokens; 0 where there is none."""
-    step = bisect.bisect_right(ends, share * ends[-1])
-    return grades[step - 1] or 0.0 if step else 0.0
 
 
 def told(path: str | Path, stats: dict[str, Any]) -> str:
@@ -95,7 +99,7 @@ def told_stopped(path: str | Path) -> str:
 
 def told_regraded(result: Regraded) -> tuple[str, dict[str, Any]]:
     """What grading again changed: lines, and numbers."""
-    changed = {f"{was} -> {now}": count for (was, now), count in sorted(result.changed.items())}
+    changed = dict(sorted(result.changed.items()))
     detail = "".join(f"; {name}: {count}" for name, count in changed.items())
     said = f"{result.steps} forced answers graded, {sum(changed.values())} grades changed{detail}"
     without = [f"without a verdict, {why}: {n}" for why, n in sorted(result.ungraded.items())]

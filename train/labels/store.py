@@ -7,12 +7,13 @@ import itertools
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
@@ -47,6 +48,8 @@ COSTS = (
 )
 """What a run cost: tokens that entered the model's forward for forks, those of them that cannot be
 shared, slots of padding; the first two of sampling."""
+
+_COUNTS = ("problems", "steps", "ungraded_steps", "capped_traces")  # of a finished run
 
 Lost = tuple[str, int, str]
 """A trace that is no row: problem id, sample index, why."""
@@ -100,9 +103,7 @@ class LabelStore:
     Attributes:
         done: (problem id, sample index) of the traces that are rows, were dropped, or failed.
         problems: (text, reference) of the problems of the rows, by id.
-        shards: what the manifest lists.
-        lost: traces that are no rows, and the costs of all; its own `rows` are empty.
-        batch_effects: why the same seed may give other labels.
+        manifest: what it says; written with what is committed.
 
     Raises:
         ValueError: the folder holds something else, labels with other settings, or is being
@@ -116,18 +117,26 @@ class LabelStore:
         source: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
-        self.settings = settings
-        self.source = dict(source or {})
-        self.batch_effects: list[str] = []
-        self.shards: list[Shard] = []
-        self.lost = Chunk()
         self.problems: dict[str, tuple[str, str]] = {}
         self.done: set[tuple[str, int]] = set()
+        self.manifest: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "settings": settings.to_dict(),
+            "source": dict(source or {}),
+            "deterministic": True,
+            "batch_effects": [],
+            "finished": False,
+            "traces": 0,
+            "dropped": [],
+            "failed": [],
+            **dict.fromkeys(COSTS, 0),
+            "shards": [],
+        }
         check_folder(self.path, settings)
         (self.path / "data").mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path)
         try:
-            self._open()
+            self._open(settings)
         except BaseException:
             self._lock.close()
             raise
@@ -142,37 +151,32 @@ class LabelStore:
             self._lock.close()
 
     @property
-    def traces(self) -> int:
-        """Labelled traces that the folder holds."""
-        return sum(shard.rows for shard in self.shards)
-
-    @property
-    def data_hash(self) -> str:
-        """See `folder.data_hash`."""
-        return _hash(self.shards)
+    def shards(self) -> list[Shard]:
+        """What the manifest lists."""
+        return shards_of(self.manifest)
 
     def note_effects(self, why: str | None) -> None:
         """Takes note of an engine's `batch_effects`; they are written with the next commit."""
-        if why and why not in self.batch_effects:
-            self.batch_effects.append(why)
+        if why and why not in self.manifest["batch_effects"]:
+            self.manifest["batch_effects"].append(why)
 
     def commit(self, chunk: Chunk) -> None:
         """Makes a chunk durable: when this returns, no kill loses it. Known traces are left out."""
         rows = [row for row in chunk.rows if tuple(row[name] for name in _KEY) not in self.done]
-        dropped, failed = (
-            [one for one in lost if one[:2] not in self.done]
-            for lost in (chunk.dropped, chunk.failed)
-        )
+        changes: dict[str, Any] = {
+            name: self.manifest[name] + [one for one in lost if one[:2] not in self.done]
+            for name, lost in (("dropped", chunk.dropped), ("failed", chunk.failed))
+        }
+        changes |= {name: self.manifest[name] + chunk.costs[name] for name in COSTS}
         added = [Dataset.from_list(rows, features=FEATURES).data.table] if rows else []
-        self._exchange([None] * len(self.shards), added, Chunk([], dropped, failed, chunk.costs))
+        self._exchange([None] * len(self.shards) + added, **changes)
         self._account(rows)
         self.done |= chunk.places()
 
     def forget_failed(self) -> None:
         """Takes failed traces out of `done`, to be tried again."""
-        self.done -= {one[:2] for one in self.lost.failed}
-        self.lost = replace(self.lost, failed=[])
-        self._write_manifest()
+        self.done -= {(one[0], one[1]) for one in self.manifest["failed"]}
+        self._write_manifest(failed=[])
 
     def rewrite(self, change: Callable[[list[dict[str, Any]]], None]) -> None:
         """Changes the rows of all shards at once; they stay those of the same traces.
@@ -200,57 +204,48 @@ class LabelStore:
             ValueError: there is no labelled trace: all were dropped, or failed.
         """
         if not self.shards:
-            reasons = sorted({why for _, _, why in (*self.lost.dropped, *self.lost.failed)})
-            raise ValueError(f"no trace could be labelled: {reasons}")
+            lost = (*self.manifest["dropped"], *self.manifest["failed"])
+            raise ValueError(f"no trace could be labelled: {sorted({one[2] for one in lost})}")
         whole = pa.concat_tables([read_shard(self.path, shard) for shard in self.shards])
         ends = itertools.accumulate((shard.rows for shard in self.shards), initial=0)
         bounds = list(itertools.pairwise(ends))
         keys = zip(*(whole.column(name).to_pylist() for name in _KEY), strict=True)
-        places = [(order or {}).get(key, -1) for key in keys]
-        wanted = sorted(range(len(places)), key=places.__getitem__)
-        moved = [wanted[first:last] for first, last in bounds]
+        places = np.array([(order or {}).get(key, -1) for key in keys])
+        wanted = np.argsort(places, kind="stable")
+        moved = [wanted[slice(*one)] for one in bounds]
         self._exchange(
             [
-                None if rows == list(range(first, last)) else whole.take(rows)
-                for rows, (first, last) in zip(moved, bounds, strict=True)
+                None if (rows == np.arange(*one)).all() else whole.take(rows)
+                for rows, one in zip(moved, bounds, strict=True)
             ]
         )
-        whole = whole if wanted == list(range(len(whole))) else whole.take(wanted)
+        whole = whole if (wanted == np.arange(len(wanted))).all() else whole.take(wanted)
         (self.path / "prefixes").mkdir(exist_ok=True)
         for shard, (first, last) in zip(self.shards, bounds, strict=True):
             if not (self.path / shard.view).exists():
                 rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
                 _write_parquet(self.path / shard.view, rows.data.table)
-        self._write_manifest(_counts_of(whole))
+        self._write_manifest(finished=True, **_counts_of(whole))
         return Dataset(whole)
 
-    def _open(self) -> None:
+    def _open(self, settings: LabelSettings) -> None:
         for partial in self.path.rglob(".*.partial"):
             partial.unlink()
-        listed: list[Shard] | None = None
+        listed = None
         if (self.path / MANIFEST).exists():
-            check_folder(self.path, self.settings)  # another run may have begun it since
-            manifest = read_manifest(self.path)
-            known = LabelSettings.from_dict(manifest["settings"]).base_fingerprint
-            self.settings = replace(
-                self.settings, base_fingerprint=self.settings.base_fingerprint or known
-            )
-            self.source = {**manifest["source"], **self.source}
-            self.batch_effects = list(manifest["batch_effects"])
-            dropped, failed = (
-                [(problem, index, why) for problem, index, why in manifest[name]]
-                for name in ("dropped", "failed")
-            )
-            self.lost = Chunk(
-                [], dropped, failed, Counter({name: manifest[name] for name in COSTS})
-            )
-            self.done |= {one[:2] for one in (*dropped, *failed)}
-            listed = shards_of(manifest)
-            self.shards = [shard for shard in listed if self._is_whole(shard)]
-        if self.shards != listed:
+            check_folder(self.path, settings)  # another run may have begun it since
+            given, self.manifest = self.manifest, read_manifest(self.path)
+            self.manifest["source"] |= given["source"]
+            if settings.base_fingerprint is not None:
+                self.manifest["settings"] = given["settings"]
+            lost = (*self.manifest["dropped"], *self.manifest["failed"])
+            self.done |= {(one[0], one[1]) for one in lost}
+            listed = self.shards
+        whole = [shard for shard in self.shards if self._is_whole(shard)]
+        if whole != listed:
             shutil.rmtree(self.path / "prefixes", ignore_errors=True)  # traces change numbers
-            self._write_manifest()
-        counted = {self.path / shard.file for shard in self.shards}
+            self._write_manifest(shards=[asdict(shard) for shard in whole])
+        counted = {self.path / shard.file for shard in whole}
         for file in set(self.path.glob("data/train-*.parquet")) - counted:
             file.replace(file.with_suffix(".unlisted"))
         self._write_card()
@@ -274,42 +269,29 @@ class LabelStore:
             self.done.add((row["problem_id"], row["sample_index"]))
             self.problems[row["problem_id"]] = (row["problem"], row["answer"])
 
-    def _exchange(
-        self,
-        tables: Sequence[pa.Table | None],
-        added: Sequence[pa.Table] = (),
-        lost: Chunk | None = None,
-    ) -> None:
+    def _exchange(self, tables: Sequence[pa.Table | None], **changes: Any) -> None:
         """Gives shards other contents, and adds some: all at once, with the manifest.
 
         After a failure the folder is as it was: shards that nothing lists do not count.
 
         Args:
-            tables: new contents of each shard; None leaves it as it is.
-            added: contents of new shards.
-            lost: traces that are no rows, and costs, to be added.
+            tables: new contents of each shard, where None leaves it as it is, and of new ones.
+            changes: what else changes in the manifest.
         """
-        if lost is None and all(table is None for table in tables):
+        if not changes and all(table is None for table in tables):
             return
-        before, names = self.shards, self._free_names()
-        self.shards = [
-            shard if table is None else self._written(next(names), table)
-            for shard, table in zip(before, tables, strict=True)
-        ]
-        self.shards += [self._written(next(names), table) for table in added]
-        self.lost = self.lost.plus(Chunk() if lost is None else lost)
-        self._write_manifest()
-        for shard in set(before).difference(self.shards):
+        taken = [path.stem for path in self.path.glob("data/train-*")]
+        free = itertools.count(1 + max((int(one.rpartition("-")[2]) for one in taken), default=-1))
+        before, after = self.shards, list[Shard]()
+        for shard, table in itertools.zip_longest(before, tables):
+            if table is not None:
+                name = f"data/train-{next(free):05d}.parquet"
+                shard = Shard(name, _write_parquet(self.path / name, table), len(table))
+            after.append(shard)
+        self._write_manifest(shards=[asdict(shard) for shard in after], **changes)
+        for shard in set(before).difference(after):
             (self.path / shard.file).unlink()
             (self.path / shard.view).unlink(missing_ok=True)
-
-    def _free_names(self) -> Iterator[str]:
-        taken = [path.stem for path in self.path.glob("data/train-*")]
-        first = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=-1)
-        return (f"data/train-{number:05d}.parquet" for number in itertools.count(first))
-
-    def _written(self, name: str, table: pa.Table) -> Shard:
-        return Shard(name, _write_parquet(self.path / name, table), len(table))
 
     def _write_card(self) -> None:
         """Names the shards that the manifest on the disk lists, whatever a failure has left."""
@@ -317,35 +299,24 @@ class LabelStore:
         viewed = [shard for shard in shards if (self.path / shard.view).exists()]
         card = folder_card(
             {
-                "default": ([shard.file for shard in shards], _hash(shards)),
-                "prefixes": ([shard.view for shard in viewed], _hash(viewed)),
+                "default": ([one.file for one in shards], hash_of(one.sha256 for one in shards)),
+                "prefixes": ([one.view for one in viewed], hash_of(one.sha256 for one in viewed)),
             }
         ).encode()
         file = self.path / README
         if not file.is_file() or file.read_bytes() != card:
             replace_file(file, card)
 
-    def _write_manifest(self, counts: Mapping[str, int] | None = None) -> None:
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "settings": self.settings.to_dict(),
-            "source": self.source,
-            "deterministic": not self.batch_effects,
-            "batch_effects": self.batch_effects,
-            "finished": counts is not None,
-            "traces": self.traces,
-            "dropped": self.lost.dropped,
-            "failed": self.lost.failed,
-            **{name: self.lost.costs[name] for name in COSTS},
-            **(counts or {}),
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-        write_checked(self.path / MANIFEST, manifest)
+    def _write_manifest(self, **changes: Any) -> None:
+        self.manifest |= {"finished": False} | changes
+        if not self.manifest["finished"]:
+            for name in _COUNTS:
+                self.manifest.pop(name, None)
+        self.manifest["deterministic"] = not self.manifest["batch_effects"]
+        self.manifest["traces"] = sum(shard.rows for shard in self.shards)
+        self.manifest["shards"] = self.manifest.pop("shards")  # last, for they are many
+        write_checked(self.path / MANIFEST, self.manifest)
         self._write_card()
-
-
-def _hash(shards: Iterable[Shard]) -> str:
-    return hash_of(shard.sha256 for shard in shards)
 
 
 def _write_parquet(file: Path, table: pa.Table) -> str:
@@ -357,10 +328,12 @@ def _write_parquet(file: Path, table: pa.Table) -> str:
 
 
 def _counts_of(table: pa.Table) -> dict[str, int]:
+    """The counts of a finished run."""
     grades = table.column("forced_correct").combine_chunks().flatten()
-    return {
-        "problems": len(table.column("problem_id").unique()),
-        "steps": len(grades),
-        "ungraded_steps": grades.null_count,
-        "capped_traces": table.column("ended").to_pylist().count("cap"),
-    }
+    counts = (
+        len(table.column("problem_id").unique()),
+        len(grades),
+        grades.null_count,
+        table.column("ended").to_pylist().count("cap"),
+    )
+    return dict(zip(_COUNTS, counts, strict=True))

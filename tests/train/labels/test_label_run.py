@@ -22,12 +22,14 @@ from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import QWEN3
 from ospruner.train.labels import label as label_module
-from ospruner.train.labels.features import FEATURES, validate_row
+from ospruner.train.labels.features import FEATURES
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import read_traces
 from ospruner.train.labels.label import label
 from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
+
+from ..conftest import write_rows
 
 LIMITS: dict[str, Any] = {
     "max_thinking_tokens": 40,
@@ -39,20 +41,17 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def problems(tmp_path: Path) -> str:
     rows = [{"q": f"What is {n} + 4?", "gold": n + 4} for n in range(4)]
-    return write(tmp_path / "problems.jsonl", rows)
+    return write_rows(tmp_path / "problems.jsonl", rows)
 
 
 def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> None:
     out, numbers = tmp_path / "labels", tmp_path / "numbers.json"
-    excluded = write(tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
+    excluded = write_rows(
+        tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}]
+    )
     arguments = (
         f"label --base {tiny_base_dir} --dataset {problems} --out {out} --json {numbers} --seed 3 "
         f"--samples 2 --max-thinking-tokens 40 --set columns=problem=q,answer=gold "
@@ -65,27 +64,14 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     keys = [text_key(f"What is {n} + 4?") for n in range(4)]
     assert dataset["problem_id"] == [keys[n] for n in (0, 0, 1, 1, 3, 3)]
     settings = manifest["settings"]
-    assert (settings["step_stride"], settings["seed"]) == (2, 3)
+    named = ("step_stride", "seed", "max_answer_tokens", "max_new_tokens")
+    assert [settings[name] for name in named] == [2, 3, 5, 40]
     assert manifest["source"]["excluded"]["ids"] == [[keys[2], keys[2]]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
     result = CliRunner().invoke(app, f"{arguments}1")
     assert isinstance(result.exception, ValueError)
     assert "other settings (step_stride: 1 here, 2 there)" in str(result.exception)
-
-
-def test_free_answers_have_their_own_cap(
-    tiny_base_dir: Path, problems: str, tmp_path: Path
-) -> None:
-    given = {**LIMITS, "answer": "free", "max_answer_tokens": 9}
-    label(str(tiny_base_dir), problems, out=tmp_path / "labels", limit=2, **given)
-    dataset = read_labels(tmp_path / "labels")
-    assert len(dataset) == 2
-    for row in dataset:
-        validate_row(row)
-        assert max(row["forced_answer_tokens"]) <= 9
-        assert [len(ids) for ids in row["forced_answer_ids"]] == row["forced_answer_tokens"]
-    assert max(map(max, dataset["forced_answer_tokens"])) > 5
 
 
 def test_nothing_left_to_do_opens_no_engine(
@@ -156,7 +142,7 @@ TRACES: list[dict[str, Any]] = [
 
 
 def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Path) -> None:
-    path, out = write(tmp_path / "traces.jsonl", TRACES), tmp_path / "labels"
+    path, out = write_rows(tmp_path / "traces.jsonl", TRACES), tmp_path / "labels"
     arguments = ["labels", "import", path, "--base", str(tiny_base_dir), "--out", str(out)]
     arguments += ["--max-thinking-tokens", "30", "--set", "max_answer_tokens=4"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -176,35 +162,32 @@ def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Pa
 
 def test_traces_without_ids_are_samples_of_their_problems_text(tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "id"} for row in TRACES]
-    keys = [one.key for one in read_traces(write(tmp_path / "t.jsonl", rows))]
+    keys = read_traces(write_rows(tmp_path / "t.jsonl", rows))
     first, last = text_key(rows[0]["problem"]), text_key(rows[2]["problem"])
     assert [one.problem.id for one in keys] == [first, first, last]
     assert [one.sample_index for one in keys] == [0, 1, 0]
 
 
-def test_thinking_is_opened_where_the_prompt_does_not(tiny_base_dir: Path, tmp_path: Path) -> None:
+def test_texts_become_tokens_of_thinking_alone(tiny_base_dir: Path, tmp_path: Path) -> None:
+    """Opened where the prompt does not, and without control tokens."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
-    traces = read_traces(write(tmp_path / "t.jsonl", TRACES))
-    fmt = TokenFormat.compile(QWEN3, tokenizer)
-    labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
-    prompts = [tokenizer.encode("<|assistant|>"), tokenizer.encode("<|assistant|><think>\n")]
-    sampled = [traces[n].sampled(prompt, labeller) for n, prompt in enumerate(prompts)]
-    assert str(tokenizer.decode(sampled[0].trace_ids)).startswith("<think>\nSo 3 + 4")
-    assert tokenizer.decode(sampled[1].trace_ids) == "It is 7."
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"id": "d", "problem": "p", "answer": "1", "reasoning": " "}, "must be the text of a tr"),
-        ({"id": "a", "problem": "p", "answer": "1", "reasoning": "x"}, "id 'a' was used before"),
-    ],
-)
-def test_rows_that_are_no_traces(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_traces(write(tmp_path / "t.jsonl", [*TRACES, row]))
-    with pytest.raises(ValueError, match=r"columns names the fields \['cot'\]"):
-        read_traces(str(tmp_path / "t.jsonl"), columns={"cot": ["reasoning"]})
+    end = str(tokenizer.eos_token)
+    odd = {"id": "d", "problem": "p", "answer": "7", "reasoning": f"One {end} 2", "response": end}
+    traces = read_traces(write_rows(tmp_path / "t.jsonl", [TRACES[0], TRACES[1], odd]))
+    labeller = Labeller(
+        tokenizer, TokenFormat.compile(QWEN3, tokenizer), LabelSettings(base_model="b")
+    )
+    open_prompt = tokenizer.encode("<|assistant|><think>\n")
+    prompts = [tokenizer.encode("<|assistant|>"), open_prompt, open_prompt]
+    sampled = [
+        labeller.imported(trace.given, prompt)
+        for trace, prompt in zip(traces, prompts, strict=True)
+        if trace.given is not None
+    ]
+    texts = [str(tokenizer.decode(one.trace_ids)) for one in sampled]
+    assert texts[0].startswith("<think>\nSo 3 + 4")
+    assert texts[1:] == ["It is 7.", f"One {end} 2"]
+    assert tokenizer.eos_token_id not in [*sampled[2].trace_ids, *sampled[2].answer_ids]
 
 
 def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
@@ -249,30 +232,25 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
         ({"reasoning": "A <think> B"}, "of several thoughts"),
         ({"reasoning": "<think></think>7"}, "no thinking before '</think>'"),
         ({"reasoning": "A", "closed": "false"}, "closed is 'false'; it must be true or false"),
+        ({"reasoning": " "}, "must be the text of a trace"),
+        ({"reasoning": "A", "problem": "other"}, "id 'a' was used before"),
     ],
 )
 def test_markers_and_paragraphs_of_imported_texts(
     row: dict[str, Any], expected: tuple[str, str] | str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "t.jsonl", [{"id": "a", "problem": "p", "answer": "7", **row}])
+    given = {"id": "a", "problem": "p", "answer": "7", **row}
+    before = [given | {"problem": "p"}] if given["problem"] != "p" else []
+    path = write_rows(tmp_path / "t.jsonl", [*before, given])
+    with pytest.raises(ValueError, match=r"columns names the fields \['cot'\]"):
+        read_traces(path, columns={"cot": ["reasoning"]})
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             read_traces(path, fmt=QWEN3)
     else:
         (trace,) = read_traces(path, fmt=QWEN3)
-        assert (trace.reasoning, trace.response) == expected
-
-
-def test_no_text_becomes_a_control_token(tiny_base_dir: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
-    end = str(tokenizer.eos_token)
-    row = {"id": "a", "problem": "p", "answer": "7", "reasoning": f"One {end} two", "response": end}
-    (trace,) = read_traces(write(tmp_path / "t.jsonl", [row]))
-    fmt = TokenFormat.compile(QWEN3, tokenizer)
-    labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
-    sampled = trace.sampled(tokenizer.encode("<|assistant|><think>\n"), labeller)
-    assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
-    assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"
+        assert trace.given is not None
+        assert (trace.given.reasoning, trace.given.response) == expected
 
 
 def with_template(base: Path, folder: Path, change: Callable[[str], str]) -> str:

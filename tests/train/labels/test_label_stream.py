@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.calling import Ask, AskingEngine, Reply, Server
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import GradingPool, Verdict
-from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
@@ -24,9 +25,10 @@ from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.statistics import stats_of, told
 
+from ..conftest import sums
+
 SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
-Run = Callable[..., list[dict[str, Any]]]
-PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
+PROBLEMS = sums(12)
 
 
 class Scripted(AskingEngine):
@@ -36,23 +38,21 @@ class Scripted(AskingEngine):
         tokenizer: of the base.
         concurrency: requests that a server works on at once.
         servers: how many there are.
-        watch: called with each request before it is answered: what it is of, and its problem.
+        log: what each request is of, its problem, and its server.
+        watch: called with the first two before a request is answered.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerFast,
         concurrency: int,
-        servers: int = 1,
-        watch: Callable[[str, int], None] = lambda kind, number: None,
+        servers: int,
+        log: list[tuple[str, int, int]],
+        watch: Callable[[str, int], None],
     ) -> None:
         super().__init__(frozenset({int(tokenizer.eos_token_id or 0)}), concurrency)
-        self.tokenizer = tokenizer
-        self.servers = servers
-        self.watch = watch
-        self.log: list[tuple[str, int, int]] = []  # kind, problem, server
-        fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-        self.think_end = fmt.think_end_id
+        self.tokenizer, self.servers, self.log, self.watch = tokenizer, servers, log, watch
+        self.think_end = TokenFormat.compile(DEEPSEEK_R1, tokenizer).think_end_id
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
@@ -61,8 +61,7 @@ class Scripted(AskingEngine):
 
 class _Script:
     def __init__(self, engine: Scripted, number: int) -> None:
-        self.engine = engine
-        self.number = number
+        self.engine, self.number = engine, number
 
     async def ask(self, ask: Ask) -> Reply:
         engine = self.engine
@@ -83,126 +82,152 @@ class _Script:
         return Reply(ids, None, 0, [-0.5] * len(ids), [1.0] * len(ids))
 
 
-@pytest.fixture
-def run(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Run:
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+@dataclass
+class Runs:
+    """Label runs in folders of one: what they give, and what was asked for."""
 
-    def label_all(engine: Scripted, folder: str, chunk: int, **more: Any) -> list[dict[str, Any]]:
-        out = tmp_path / folder
-        labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
+    tokenizer: PreTrainedTokenizerFast
+    root: Path
+    log: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        folder: str = "labels",
+        chunk: int = 8,
+        concurrency: int = 4,
+        servers: int = 1,
+        watch: Callable[[str, int], None] = lambda kind, number: None,
+        **more: Any,
+    ) -> list[dict[str, Any]]:
+        engine = Scripted(self.tokenizer, concurrency, servers, self.log, watch)
+        fmt = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
+        labeller, out = Labeller(self.tokenizer, fmt, SETTINGS), self.root / folder
         made = label_problems(PROBLEMS, engine, labeller, out, chunk_traces=chunk, **more)
         assert made.to_list() == read_labels(out).to_list()
         return made.to_list()
 
-    return label_all
+    def manifest(self, folder: str = "labels") -> dict[str, Any]:
+        return read_manifest(self.root / folder)
+
+    def asked(self, what: str) -> list[int]:
+        """The problems of which it was asked for."""
+        return [problem for kind, problem, _ in self.log if kind == what]
 
 
-def test_rows_and_their_order_are_those_of_one_trace_after_the_other(
-    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    one_by_one = run(Scripted(tiny_tokenizer, 1), "one", 1)
+@pytest.fixture
+def run(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Runs:
+    return Runs(tiny_tokenizer, tmp_path)
+
+
+def test_rows_and_their_order_are_those_of_one_trace_after_the_other(run: Runs) -> None:
+    one_by_one = run("one", chunk=1, concurrency=1)
     assert [row["problem_id"] for row in one_by_one] == [problem.id for problem in PROBLEMS]
     assert len({len(row["step_ends"]) for row in one_by_one}) > 3
     for chunk, concurrency, servers in ((4, 100, 3), (100, 4, 1)):
-        engine = Scripted(tiny_tokenizer, concurrency, servers)
-        assert run(engine, f"{chunk}", chunk) == one_by_one
-        finished = [problem for kind, problem, _ in engine.log if kind == "natural"]
+        run.log.clear()
+        assert run(f"{chunk}", chunk, concurrency, servers) == one_by_one
+        finished = run.asked("natural")
         assert finished != sorted(finished)  # they did not end in the order of the rows
-    manifests = [read_manifest(tmp_path / name) for name in ("one", "4", "100")]
     for name in ("computed_tokens", "unique_tokens", "sampling_computed_tokens"):
-        assert len({manifest[name] for manifest in manifests}) == 1
+        assert len({run.manifest(folder)[name] for folder in ("one", "4", "100")}) == 1
 
 
-def test_forks_begin_while_others_are_sampled_and_where_their_trace_was(
-    run: Run, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    engine = Scripted(tiny_tokenizer, 4, servers=2)
-    run(engine, "labels", 12)
-    last = max(i for i, (kind, _, _) in enumerate(engine.log) if kind == "trace")
-    sampled_by = {problem: server for kind, problem, server in engine.log if kind == "trace"}
-    forks = [(problem, server) for kind, problem, server in engine.log[:last] if kind == "fork"]
+def test_forks_begin_while_others_are_sampled_and_where_their_trace_was(run: Runs) -> None:
+    run(chunk=12, servers=2)
+    last = max(i for i, (kind, _, _) in enumerate(run.log) if kind == "trace")
+    sampled_by = {problem: server for kind, problem, server in run.log if kind == "trace"}
+    forks = [(problem, server) for kind, problem, server in run.log[:last] if kind == "fork"]
     assert len(forks) > 10
     # Only once no other trace can be begun does an idle server help out.
     assert all(sampled_by[problem] == server for problem, server in forks)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_at_no_moment_are_more_traces_begun_than_a_kill_may_lose(
-    chunk: int, run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_at_no_moment_are_more_traces_begun_than_a_kill_may_lose(chunk: int, run: Runs) -> None:
     begun: set[int] = set()
     held: list[int] = []
 
     def watch(kind: str, number: int) -> None:
         begun.add(number)
-        held.append(len(begun) - read_manifest(tmp_path / "labels")["traces"])
+        held.append(len(begun) - run.manifest()["traces"])
 
-    run(Scripted(tiny_tokenizer, 100, watch=watch), "labels", chunk)
+    run(chunk=chunk, concurrency=100, watch=watch)
     assert max(held) == chunk
 
 
-def test_a_trace_that_is_refused_does_not_stop_the_others(
-    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_trace_that_is_refused_does_not_stop_the_others(run: Runs) -> None:
     refused = {("trace", 3), ("fork", 5), ("natural", 7)}
 
     def watch(kind: str, number: int) -> None:
         if (kind, number) in refused:
             raise ValueError(f"no room for {number}")
 
-    whole = run(Scripted(tiny_tokenizer, 4), "whole", 8)
-    engine = Scripted(tiny_tokenizer, 4, watch=watch)
-    rows = run(engine, "labels", 8)
+    whole = run("whole")
+    run.log.clear()
+    rows = run(watch=watch)
     lost = ("p3", "p5", "p7")
     assert rows == [row for row in whole if row["problem_id"] not in lost]
-    failed = read_manifest(tmp_path / "labels")["failed"]
-    assert sorted(failed) == [[name, 0, f"ValueError: no room for {name[1:]}"] for name in lost]
-    summary = told(tmp_path / "labels", stats_of(tmp_path / "labels"))
+    failed = [[name, 0, f"ValueError: no room for {name[1:]}"] for name in lost]
+    assert sorted(run.manifest()["failed"]) == failed
+    summary = told(run.root / "labels", stats_of(run.root / "labels"))
     assert "Failed: trace 0 of problem p3: ValueError: no room for 3" in summary
     assert "3 of 12 traces failed" in summary
-    assert run(engine, "labels", 8) == rows  # nothing is tried again unless that is asked for
-    traces = [problem for kind, problem, _ in engine.log if kind == "trace"]
-    # Those three were tried with others and alone; none of the others was sampled twice.
-    assert sorted(traces) == sorted([*range(12), 3, 5, 7])
+    assert run(watch=watch) == rows  # nothing is tried again unless that is asked for
+    # Those three were tried with others and alone; then one shows that the engine is sound.
+    again = Counter(run.asked("trace")) - Counter(range(12))
+    assert {3, 5, 7} < set(again)
+    assert again.total() == 4
     refused.clear()
-    assert run(engine, "labels", 8, retry_failed=True) == whole
+    assert run(watch=watch, retry_failed=True) == whole
 
 
+@pytest.mark.parametrize(("requests", "chunk"), [(30, 8), (45, 8), (45, 1), (80, 8)])
 def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
-    run: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    requests: int, chunk: int, run: Runs
 ) -> None:
-    asked: list[int] = []
+    """Also where traces that were asked for before are done after its first error."""
 
     def watch(kind: str, number: int) -> None:
-        asked.append(number)
-        if len(asked) > 45:
+        if len(run.log) > requests:
             raise RuntimeError("CUDA error")
 
     with pytest.raises(RuntimeError, match="CUDA error"):
-        run(Scripted(tiny_tokenizer, 4, watch=watch), "labels", 8)
-    manifest = read_manifest(tmp_path / "labels")
-    assert manifest["failed"] == []
-    assert 0 < manifest["traces"] < 12
-    assert run(Scripted(tiny_tokenizer, 4), "labels", 8) == run(
-        Scripted(tiny_tokenizer, 4), "whole", 12
-    )
+        run(chunk=chunk, watch=watch)
+    assert run.manifest()["failed"] == []
+    assert 0 < run.manifest()["traces"] < 12
+    if chunk == 1:
+        assert run() == run("whole", 12)
+
+
+def test_a_row_that_is_none_ends_the_run_and_is_not_left_out(
+    run: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first that is done, while others are sampled."""
+    seen: list[str] = []
+
+    def refuse(row: dict[str, Any]) -> None:
+        seen.append(row["problem_id"])
+        if len(seen) == 1:
+            raise ValueError("it is no row")
+
+    monkeypatch.setattr("ospruner.train.labels.making.validate_row", refuse)
+    with pytest.raises(ValueError, match="it is no row"):
+        run(chunk=12)
+    assert len(run()) == 12
 
 
 def test_a_broken_grader_is_found_before_anything_is_sampled(
-    run: Run,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(Scripted(tiny_tokenizer, 4), "made", 8)
+    run("made")
+    run.log.clear()
     boxed.check_grader.cache_clear()
     unreadable = Verdict(None, "unreadable")
     monkeypatch.setattr(GradingPool, "compare", lambda *_: unreadable)
     broken = r"the grader is broken: of '0.5' .* it says None \(unreadable\), which is True: .* pip"
-    engine = Scripted(tiny_tokenizer, 4)
     with pytest.raises(ValueError, match=broken):
-        run(engine, "out", 8)
-    assert engine.log == []
-    assert not (tmp_path / "out").exists()
+        run("out")
+    assert run.log == []
+    assert not (run.root / "out").exists()
     with pytest.raises(ValueError, match=broken):
-        regrade(tmp_path / "made")
+        regrade(run.root / "made")

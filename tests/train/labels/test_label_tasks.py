@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +30,11 @@ from ospruner.train.labels.label import regrade
 from ospruner.train.labels.labelling import grade_rows
 from ospruner.train.labels.store import LabelStore
 
-from ..conftest import trained_on
+from ..conftest import trained_on, write_rows
 
 
 def label(base: Path, rows: list[dict[str, Any]], out: Path, more: str) -> Dataset:
-    path = out.with_suffix(".jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(out.with_suffix(".jsonl"), rows)
     given = f"label --base {base} --dataset {path} --out {out} {more}"
     given += " --max-thinking-tokens 40 --set temperature=1"
     result = CliRunner().invoke(app, given, catch_exceptions=False)

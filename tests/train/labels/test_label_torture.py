@@ -6,7 +6,6 @@ The run is a child process made by fork, so that it starts at once; the signals 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import resource
 import shutil
@@ -28,7 +27,6 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import check_grader
 from ospruner.eval.grading.pool import Verdict
-from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
@@ -38,7 +36,7 @@ from ospruner.train.labels.store import Chunk, LabelStore
 
 from ...conftest import Fuzzed
 from ...own_process import ended, start
-from ..conftest import MakeLabels
+from ..conftest import MakeLabels, sums, write_rows
 
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=0, max_new_tokens=32, max_answer_tokens=4, samples_per_problem=2
@@ -54,9 +52,8 @@ def run(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) ->
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
 
     def label_some(folder: Path, problems: int) -> Dataset:
-        made = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(problems)]
         labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
-        return label_problems(made, engine, labeller, folder, chunk_traces=2)
+        return label_problems(sums(problems), engine, labeller, folder, chunk_traces=2)
 
     return label_some
 
@@ -85,10 +82,8 @@ def size_of(folder: Path) -> int:
 def test_ctrl_c_leaves_what_is_done_and_says_so(
     tiny_base_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, problems = tmp_path / "labels", tmp_path / "problems.jsonl"
-    rows = [{"problem": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(2000)]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["label", "--base", str(tiny_base_dir), "--dataset", str(problems)]
+    folder, problems = tmp_path / "labels", write_rows(tmp_path / "p.jsonl", map(vars, sums(2000)))
+    arguments = ["label", "--base", str(tiny_base_dir), "--dataset", problems]
     arguments += ["--out", str(folder), "--max-thinking-tokens", "32", "--set", "chunk=2"]
 
     def command() -> None:
@@ -118,7 +113,7 @@ def test_full_disk_loses_nothing(
     commit = LabelStore.commit
 
     def on_a_full_disk(self: LabelStore, chunk: Chunk) -> None:
-        if self.traces == 4:
+        if self.manifest["traces"] == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
         commit(self, chunk)
 

@@ -20,6 +20,8 @@ from ospruner.train.labels.features import validate_row
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
 
+from ..conftest import sums
+
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=1.0, top_p=1.0, max_new_tokens=48, max_answer_tokens=6
 )
@@ -37,10 +39,6 @@ def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
     return TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
 
 
-def make_problems(count: int) -> list[Problem]:
-    return [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(count)]
-
-
 def test_labels_are_the_engines_answers_read_and_graded(
     engine: TransformersEngine,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -49,7 +47,7 @@ def test_labels_are_the_engines_answers_read_and_graded(
 ) -> None:
     """The engine's answers are those of each prefix encoded from scratch: tests/engines."""
     labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
-    dataset = label_problems(make_problems(6), engine, labeller, tmp_path, chunk_traces=2)
+    dataset = label_problems(sums(6), engine, labeller, tmp_path, chunk_traces=2)
     computed, unique = engine.counts.computed, engine.counts.unique
     assert sum(map(len, dataset["step_ends"])) > len(dataset)  # some trace has several steps
     suffix = fmt.forced_suffix("forced")
@@ -94,7 +92,7 @@ def test_other_settings_problems_files_and_runs_are_refused(
     def run(folder: Path, problems: list[Problem], settings: LabelSettings = SETTINGS) -> None:
         label_problems(problems, engine, Labeller(tiny_tokenizer, fmt, settings), folder)
 
-    problems, folder = make_problems(2), tmp_path / "labels"
+    problems, folder = sums(2), tmp_path / "labels"
     run(folder, problems)
     with pytest.raises(ValueError, match=r"other settings \(temperature: 0\.5 here, 1\.0 there\)"):
         run(folder, problems, dataclasses.replace(SETTINGS, temperature=0.5))

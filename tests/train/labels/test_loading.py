@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
+from ospruner.durable import write_checked
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import Verdict
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.card import PREFIX_FEATURES
 from ospruner.train.labels.features import COLUMNS, FEATURES
-from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.folder import MANIFEST, read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.loading import load_labels, load_splits, split_by_text, split_of
 from ospruner.train.labels.statistics import stats_of, told, told_regraded
@@ -121,7 +122,7 @@ def test_a_shard_that_nothing_lists_is_read_by_nobody(
     shutil.copy(folder / "data/train-00000.parquet", folder / "data/train-00007.parquet")
     assert len(load(folder)) == len(read_labels(folder)) == 8
     with LabelStore(folder, SETTINGS) as store:
-        assert store.traces == 8
+        assert store.manifest["traces"] == 8
     assert (folder / "data/train-00007.unlisted").is_file()
 
 
@@ -146,13 +147,13 @@ def test_splits_are_by_problem_and_know_how_they_were_made(folder: Path) -> None
         load_labels(Dataset.from_list(read_labels(folder).to_list()))
     with pytest.raises(ValueError, match="labels is 'a b', where nothing is"):
         load_labels("a b")
-
-
-def test_labels_of_a_test_split_are_that_split(make_labels: MakeLabels, tmp_path: Path) -> None:
-    with LabelStore(tmp_path, SETTINGS, {"dataset": "math500", "split": "test[:3]"}) as store:
-        store.commit(Chunk(make_labels(3).to_list()))
-        store.finish()
-    assert {name: len(rows) for name, rows in load_splits(tmp_path).items()} == {"test": 3}
+    for read in (regrade, load_labels):
+        with pytest.raises(ValueError, match=r"has no manifest\.json: it is no label folder"):
+            read(folder / "data")
+    # Labels of another split than "train" are that split.
+    source = {"dataset": "math500", "split": "test[:3]"}
+    write_checked(folder / MANIFEST, read_manifest(folder) | {"source": source})
+    assert {name: len(rows) for name, rows in load_splits(folder).items()} == {"test": 8}
 
 
 def test_stats_say_what_the_rows_say(folder: Path) -> None:
@@ -195,7 +196,7 @@ def test_regrade_changes_grades_only(folder: Path, monkeypatch: pytest.MonkeyPat
     )
     after = read_labels(folder).to_list()
     wrong = sum(row["forced_correct"].count(0.0) for row in before)
-    assert dict(changed.changed) == {("0.0", "None"): wrong}
+    assert dict(changed.changed) == {"0.0 -> None": wrong}
     assert dict(changed.ungraded) == {"unreadable": wrong}
     said, numbers = told_regraded(changed)
     assert f"{wrong} grades changed; 0.0 -> None: {wrong}" in said
@@ -208,8 +209,3 @@ def test_regrade_changes_grades_only(folder: Path, monkeypatch: pytest.MonkeyPat
     manifest = read_manifest(folder)
     assert manifest["ungraded_steps"] == wrong
     assert (manifest["computed_tokens"], manifest["dropped"][0][0]) == (costs, "lost")
-
-
-def test_regrade_refuses_what_holds_no_labels(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no manifest\.json: it is no label folder"):
-        regrade(tmp_path)

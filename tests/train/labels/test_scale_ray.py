@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -24,22 +23,32 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import MissingPackageError
+from ospruner.train.labels import label as label_module
 from ospruner.train.labels import on_ray
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.label import label
-from ospruner.train.labels.making import Labeller, label_problems, label_stored
-from ospruner.train.labels.on_ray import UnfinishedRunError, Worker, ray_work
+from ospruner.train.labels.labelling import TraceKey
+from ospruner.train.labels.making import (
+    Labeller,
+    Work,
+    Worker,
+    label_problems,
+    label_stored,
+    work_here,
+)
+from ospruner.train.labels.on_ray import UnfinishedRunError, ray_work
+
+from ..conftest import sums, write_rows
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
-PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
+PROBLEMS = sums(12)
 
 
 def label_with_ray(problems: list[Problem], make: MakeWorker, out: Path, **options: Any) -> Dataset:
     work = ray_work(make, **{"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4} | options)
-    return label_stored(make.settings, problems, out, work)
+    return label_stored(make.settings, [TraceKey(one, 0) for one in problems], out, work)
 
 
 def died(file: Path) -> list[int]:
@@ -50,21 +59,18 @@ def died(file: Path) -> list[int]:
 class Faulty(TransformersEngine):
     """The real engine; one prompt raises, and another one kills its process so many times."""
 
-    poison: str | None = None
-    deadly: Path | None = None
-    deaths: int = 1
-    error: type[Exception] = RuntimeError
+    faults: MakeWorker
 
     def sample_and_fork(self, desk: TraceDesk, *rules: Any) -> None:
-        begin = desk.begin
+        begin, faults = desk.begin, self.faults
 
         def begun() -> TraceRequest | None:
             request = begin()
-            if request is not None and request.key == self.poison:
-                raise self.error("this prompt breaks the engine")
-            deadly = self.deadly if request is not None and request.key == "p9/0" else None
-            if deadly is not None and len(died(deadly)) < self.deaths:
-                with deadly.open("a") as file:
+            key = None if request is None else request.key
+            if key is not None and key == faults.poison:
+                raise faults.error("this prompt breaks the engine")
+            if key == "p9/0" and faults.deadly and len(died(faults.deadly)) < faults.deaths:
+                with faults.deadly.open("a") as file:
                     file.write(f"{os.getpid()}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             return request
@@ -89,8 +95,7 @@ class MakeWorker:
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         engine = Faulty(AutoModelForCausalLM.from_pretrained(self.folder), tokenizer)
-        engine.poison, engine.error = self.poison, self.error
-        engine.deadly, engine.deaths = self.deadly, self.deaths
+        engine.faults = self
         fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
         return engine, Labeller(tokenizer, fmt, self.settings)
 
@@ -173,33 +178,31 @@ def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
 ) -> None:
     out = tmp_path / "labels"
     with pytest.raises(Exception, match="nothing is here"):
-        label_stored(settings, PROBLEMS[:4], out, ray_work(broken, 1, gpus_per_actor=0))
+        label_stored(
+            settings, [TraceKey(PROBLEMS[0], 0)], out, ray_work(broken, 1, gpus_per_actor=0)
+        )
     full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
     with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
         label_with_ray(PROBLEMS[:4], full, out, actors=1, chunk_traces=1)
     assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])
 
 
-@needs_ray
-def test_a_run_by_names_opens_its_engine_in_the_actors(
-    cluster: Any, tiny_base_dir: Path, tmp_path: Path
+def test_a_run_by_names_opens_its_engine_where_the_actors_are(
+    tiny_base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems, out = tmp_path / "problems.jsonl", tmp_path / "labels"
-    problems.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS[:6]))
-    label(
-        str(tiny_base_dir),
-        str(problems),
-        out=out,
-        actors=1,
-        gpus_per_actor=0,
-        chunk=2,
-        max_thinking_tokens=16,
-        max_answer_tokens=4,
-        dtype="float32",
-        device="cpu",
-    )
-    labels = read_labels(out)
-    assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
+    """What is sent to the actors, sent as Ray does and taken here."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+
+    def taken(make: Any, actors: int, *, gpus_per_actor: float, **how: Any) -> Work:
+        assert (actors, gpus_per_actor) == (3, 0.5)
+        return work_here(cloudpickle.loads(cloudpickle.dumps(make)), **how)
+
+    monkeypatch.setattr(label_module, "ray_work", taken)
+    problems, out = write_rows(tmp_path / "p.jsonl", map(vars, PROBLEMS[:3])), tmp_path / "labels"
+    how: dict[str, Any] = {"max_thinking_tokens": 16, "max_answer_tokens": 4, "dtype": "float32"}
+    how |= {"device": "cpu", "actors": 3, "gpus_per_actor": 0.5}
+    label_module.label(str(tiny_base_dir), problems, out=out, **how)
+    assert read_labels(out)["problem_id"] == [p.id for p in PROBLEMS[:3]]
     source = read_manifest(out)["source"]
     assert (source["engine"], source["scale"]) == ("transformers", "ray")
 
