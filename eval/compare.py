@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ import pandas as pd
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Evaluation, Rule, chosen, pool_seeds, trace_hash, validation_scores
+from .evaluation import Evaluation, Rule, chosen, trace_hash, validation_scores
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
 from .measured import Measured, Predicted, Split, family_thresholds, measure
@@ -35,6 +36,7 @@ from .replay import (
     budget_candidates,
     hindsight_oracle,
     hindsight_oracle_no_loss,
+    pool,
     replay,
     replay_budget,
     replay_drop,
@@ -45,6 +47,8 @@ from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
 from .table import TraceTable
 
+Setting = tuple[str, float | None, str, Callable[[Any], Outcome]]
+"""A method at a parameter: its name, the parameter, what that is, and what it does on traces."""
 _MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 
 
@@ -153,7 +157,7 @@ def compare(
         except ValueError as error:
             if not isinstance(method, Family) or choose_on is None or len(methods) == 1:
                 raise
-            left_out[method.method or method.name] = str(error)
+            left_out[method.method] = str(error)
         else:
             kept.append(method)
     if methods and not kept:
@@ -228,7 +232,7 @@ def report_of(recorded: Recorded) -> Report:
     """Every number of a comparison from what its methods say: no weights, no text."""
     (test, *others), variant = recorded.splits, recorded.variant
     table = test.table
-    rules = _rules_of(recorded)
+    rules = _compared(recorded)
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
@@ -244,9 +248,8 @@ def report_of(recorded: Recorded) -> Report:
         full, fixed = replay_full(there), fixed_rules(there, table)
         for of in of_method.values():
             found = validation_scores(of, full, there.problem_index, variant)
-            scores |= {
-                (one.method, one.parameter): x for one, x in zip(of, found[0].tolist(), strict=True)
-            }
+            keys = ((one.method, one.parameter) for one in of)
+            scores |= dict(zip(keys, found[0].tolist(), strict=True))
             if len(of) > 1:
                 taken, number = chosen(of, found)
                 rules[rules.index(of[number])] = taken
@@ -285,13 +288,13 @@ FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the e
 def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
     """Of each kind in `FIXED` the rules to choose from, with their outcomes on both tables."""
     steps = range(1, int(validation.num_steps.max()) + 1)
-    kinds: tuple[tuple[Callable[[TraceTable, int], Outcome], Iterable[int]], ...] = (
+    kinds = (
         (replay_budget, budget_candidates(validation)),
         (replay_step, steps),
         (replay_drop, steps),
     )
     return {
-        name: [_rule(name, float(v), unit, [does(test, v), does(validation, v)]) for v in values]
+        name: _rules([_fixed(name, unit, does, one) for one in values], [test, validation])
         for (name, unit), (does, values) in zip(FIXED.items(), kinds, strict=True)
     }
 
@@ -299,49 +302,55 @@ def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule
 def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
     """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
     prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
-    both = test, validation
+    settings = [_fixed(ORACLE, "price", hindsight_oracle, one) for one in prices]
+    return _rules(settings, [test, validation])
+
+
+def _fixed(method: str, unit: str, does: Callable[..., Outcome], value: float) -> Setting:
+    return method, float(value), unit, lambda table: does(table, value)
+
+
+def _rules(settings: Sequence[Setting], on: Sequence[Any]) -> list[Rule]:
+    """Settings as rules; those of one method and parameter are its training seeds.
+
+    `on` are the traces to measure on and, where there are, those to choose on.
+    """
+    groups: dict[tuple[str, float | None, str], list[list[Outcome]]] = {}
+    for method, parameter, unit, does in settings:
+        groups.setdefault((method, parameter, unit), []).append([does(one) for one in on])
+    seeds = ((name, *zip(*found, strict=True)) for name, found in groups.items())
     return [
-        _rule(ORACLE, one, "price", [hindsight_oracle(table, one) for table in both])
-        for one in prices
+        Rule(method, pool(test), parameter, unit, test, *validation)
+        for (method, parameter, unit), test, *validation in seeds
     ]
 
 
-def _rules_of(recorded: Recorded) -> list[Rule]:
-    """Every setting as a rule, its training seeds pooled, policies first."""
+def _compared(recorded: Recorded) -> list[Rule]:
+    """Every setting of every method as a rule, policies first."""
     splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
-    rules = []
-    for use in _with_thresholds(uses, splits[1]) if len(splits) > 1 else uses:
-        found = [replay_use(use, split) for split in splits]
-        rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
+    settings: list[Setting] = [
+        (use.method, use.parameter, use.parameter_name, partial(replay_use, use))
+        for use in (_with_thresholds(uses, splits[1]) if len(splits) > 1 else uses)
+    ]
     for method in recorded.methods:
-        if isinstance(method, PolicyUse):
-            continue
-        measured = [split.rules[key_of(method)] for split in splits]
-        family = method.family if isinstance(method, StopRule) else method
-        thresholds: Sequence[float]
-        if isinstance(method, StopRule):
-            thresholds = [method.threshold]
-        else:
-            thresholds = family_thresholds(family, measured[-1].signals)
-        for value in thresholds:
-            both = zip(measured, splits, strict=True)
-            found = [one.outcome(split.table, family, value) for one, split in both]
-            rules.append(_rule(family.method or family.name, value, family.parameter_name, found))
-    trained = {use.method for use in uses}  # whose rules of one name are training seeds
-    pooled = pool_seeds(rules)
-    for rule in pooled:
+        if not isinstance(method, PolicyUse):
+            key, thresholds = key_of(method), [getattr(method, "threshold", None)]
+            family = method.family if isinstance(method, StopRule) else method
+            if isinstance(method, Family):
+                thresholds = list(family_thresholds(family, splits[-1].rules[key].signals))
+            settings += [
+                (family.method, one, family.parameter_name, partial(_replay_rule, key, family, one))
+                for one in thresholds
+            ]
+    rules, trained = _rules(settings, splits), {use.method for use in uses}
+    for rule in rules:
         if len(rule.seeds) > 1 and rule.method not in trained:
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
-    return pooled
-
-
-def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
-    """A rule from its outcomes on the test traces and, where there are, on those to choose on."""
-    return Rule(method, found[0], parameter, name, validation=tuple(found[1:]))
+    return rules
 
 
 def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[PolicyUse]:
@@ -352,20 +361,21 @@ def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[Policy
     """
     free = np.arange(choose_on.table.mask.shape[1]) < choose_on.table.last[:, None]
     found: dict[tuple[str, float | None, float | None], PolicyUse] = {}
-    grids: dict[str, tuple[float, ...]] = {}
     for use in uses:
         thresholds: Sequence[float | None] = [use.threshold]
         if use.by_name and not use.is_ours:
-            if use.method not in grids:
-                seeds = {one.path for one in uses if one.by_name and one.method == use.method}
-                said = [choose_on.policies[path].probabilities() for path in sorted(seeds)]
-                signals = np.where(free, np.stack(said), np.nan)
-                grids[use.method] = family_thresholds(LEARN_STOP, signals)  # of probabilities, too
-            thresholds = grids[use.method]
+            seeds = {one.path for one in uses if one.by_name and one.method == use.method}
+            said = [choose_on.policies[path].probabilities() for path in sorted(seeds)]
+            signals = np.where(free, np.stack(said), np.nan)
+            thresholds = family_thresholds(LEARN_STOP, signals)  # of probabilities, too
         for value in thresholds:
-            key = use.path, use.asked_price, value
-            found.setdefault(key, dataclasses.replace(use, threshold=value))
+            one = dataclasses.replace(use, threshold=value)
+            found.setdefault((use.path, use.asked_price, value), one)
     return list(found.values())
+
+
+def _replay_rule(key: str, family: Family, threshold: float, split: Split) -> Outcome:
+    return split.rules[key].outcome(split.table, family, threshold)
 
 
 def replay_use(use: PolicyUse, split: Split) -> Outcome:

@@ -150,7 +150,6 @@ def _told(method: Method, names: Mapping[str, str]) -> dict[str, Any]:
     family = method.family if isinstance(method, StopRule) else method
     threshold = method.threshold if isinstance(method, StopRule) else None
     own = {name: vars(family)[name] for name in _FAMILY}
-    own["method"] = family.method or family.name
     return {"rule": key_of(method), "threshold": threshold, **own}
 
 

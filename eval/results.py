@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -110,13 +110,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *lines))
 
 
-def frame_of(rows: Iterable[Mapping[str, Any]], kind: str = "frame") -> pd.DataFrame:
+def frame_of(rows: Any, kind: str = "frame") -> pd.DataFrame:
     """A frame of rows of a kind in `FIRST`, its first columns in their order, numbers as floats.
 
     Raises:
         ValueError: a first column is missing.
     """
-    frame = pd.DataFrame(list(rows))
+    frame = pd.DataFrame(rows)
     first = FIRST[kind]
     if missing := [name for name in first if name not in frame and len(frame)]:
         raise ValueError(f"{kind} has no {missing}")

@@ -87,7 +87,7 @@ class Family:
             object that is called so; or a generator over a row's step ends and `same`, as in
             `signals`. Further arguments, with defaults, are the rule's settings. It never looks
             ahead, and NaN measures nothing.
-        method: what tables call it; "" for the name.
+        method: what tables call it; by default the name.
         parameter_name: what the threshold is: "tokens", "nats", "answers", ...
         stops: how the signal compares with the threshold where a row stops: ">=", ">", "<=", "<".
             NaN never stops a row.
@@ -110,6 +110,9 @@ class Family:
     asks: frozenset[Ask] = ASKS
     reads: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", self.method or self.name)
 
     def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
         """The rule of a threshold, with settings of the signal, such as `every_tokens`.
@@ -220,7 +223,7 @@ class StopRule:
     @property
     def method(self) -> str:
         """What tables call it."""
-        return self.family.method or self.family.name
+        return self.family.method
 
     def __repr__(self) -> str:
         return f"{self.family.name}:{self.threshold:g}"
