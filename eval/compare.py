@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,8 +46,6 @@ from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
 from .table import TraceTable
 
-Setting = tuple[str, float | None, str, Callable[[Any], Outcome]]
-"""A method at a parameter: its name, the parameter, what that is, and what it does on traces."""
 _MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 
 
@@ -294,7 +291,7 @@ def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule
         (replay_drop, steps),
     )
     return {
-        name: _rules([_fixed(name, unit, does, one) for one in values], [test, validation])
+        name: _knowing(name, unit, does, values, validation, test)
         for (name, unit), (does, values) in zip(FIXED.items(), kinds, strict=True)
     }
 
@@ -302,54 +299,46 @@ def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule
 def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
     """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
     prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
-    settings = [_fixed(ORACLE, "price", hindsight_oracle, one) for one in prices]
-    return _rules(settings, [test, validation])
+    return _knowing(ORACLE, "price", hindsight_oracle, prices, validation, test)
 
 
-def _fixed(method: str, unit: str, does: Callable[..., Outcome], value: float) -> Setting:
-    return method, float(value), unit, lambda table: does(table, value)
-
-
-def _rules(settings: Sequence[Setting], on: Sequence[Any]) -> list[Rule]:
-    """Settings as rules; those of one method and parameter are its training seeds.
-
-    `on` are the traces to measure on and, where there are, those to choose on.
-    """
-    groups: dict[tuple[str, float | None, str], list[list[Outcome]]] = {}
-    for method, parameter, unit, does in settings:
-        groups.setdefault((method, parameter, unit), []).append([does(one) for one in on])
-    seeds = ((name, *zip(*found, strict=True)) for name, found in groups.items())
-    return [
-        Rule(method, pool(test), parameter, unit, test, *validation)
-        for (method, parameter, unit), test, *validation in seeds
-    ]
+def _knowing(
+    method: str, unit: str, does: Any, values: Iterable[float], *both: TraceTable
+) -> list[Rule]:
+    """A method that reads a table alone, at these parameters; validation stands before test."""
+    found = ((one, *(does(table, one) for table in both)) for one in values)
+    return [Rule(method, test, float(one), unit, validation=(there,)) for one, there, test in found]
 
 
 def _compared(recorded: Recorded) -> list[Rule]:
-    """Every setting of every method as a rule, policies first."""
+    """Every setting of every method as a rule, policies first.
+
+    Policies of one method and parameter are its training seeds.
+    """
     splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
-    settings: list[Setting] = [
-        (use.method, use.parameter, use.parameter_name, partial(replay_use, use))
-        for use in (_with_thresholds(uses, splits[1]) if len(splits) > 1 else uses)
-    ]
+    settings: list[PolicyUse | StopRule] = [*uses]
+    if len(splits) > 1:
+        settings = [*_with_thresholds(uses, splits[1])]
     for method in recorded.methods:
-        if not isinstance(method, PolicyUse):
-            key, thresholds = key_of(method), [getattr(method, "threshold", None)]
-            family = method.family if isinstance(method, StopRule) else method
-            if isinstance(method, Family):
-                thresholds = list(family_thresholds(family, splits[-1].rules[key].signals))
-            settings += [
-                (family.method, one, family.parameter_name, partial(_replay_rule, key, family, one))
-                for one in thresholds
-            ]
-    rules, trained = _rules(settings, splits), {use.method for use in uses}
-    for rule in rules:
-        if len(rule.seeds) > 1 and rule.method not in trained:
+        if isinstance(method, StopRule):
+            settings.append(method)
+        elif isinstance(method, Family):
+            signals = splits[-1].rules[key_of(method)].signals
+            settings += [method(value) for value in family_thresholds(method, signals)]
+    groups: dict[tuple[str, float | None], list[PolicyUse | StopRule]] = {}
+    for one in settings:
+        groups.setdefault((one.method, one.parameter), []).append(one)
+    rules = []
+    for (method_name, parameter), of in groups.items():
+        seeds = [tuple(outcome_of(one, split) for one in of) for split in splits]
+        rule = Rule(method_name, pool(seeds[0]), parameter, of[0].parameter_name, *seeds)
+        if len(of) > 1 and not isinstance(of[0], PolicyUse):
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
+        rules.append(rule)
     return rules
 
 
@@ -374,14 +363,12 @@ def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[Policy
     return list(found.values())
 
 
-def _replay_rule(key: str, family: Family, threshold: float, split: Split) -> Outcome:
-    return split.rules[key].outcome(split.table, family, threshold)
-
-
-def replay_use(use: PolicyUse, split: Split) -> Outcome:
-    """What a policy does on labelled traces, charged for what it computes to decide."""
-    said, table = split.policies[use.path], split.table
+def outcome_of(one: PolicyUse | StopRule, split: Split) -> Outcome:
+    """What a policy, charged for what it computes to decide, or a rule does on labelled traces."""
+    if isinstance(one, StopRule):
+        return split.rules[key_of(one)].outcome(split.table, one)
+    said, table = split.policies[one.path], split.table
     if table.flops is not None and said.flops is not None:
         table = dataclasses.replace(table, flops=table.flops + said.flops)
-    pi = said.probabilities(use.price if use.is_ours else None)
-    return replay(table, pi, use.threshold, said.read_tokens)
+    pi = said.probabilities(one.price if one.is_ours else None)
+    return replay(table, pi, one.threshold, said.read_tokens)

@@ -150,9 +150,9 @@ class Measured:
     probe_tokens: FloatArray
     probe_flops: FloatArray
 
-    def outcome(self, table: TraceTable, family: Family, threshold: float) -> Outcome:
+    def outcome(self, table: TraceTable, rule: StopRule) -> Outcome:
         """What the rule of a threshold does."""
-        reached = family.reached(self.signals, threshold)
+        reached = rule.family.reached(self.signals, rule.threshold)
         stops = np.where(reached.any(axis=1), reached.argmax(axis=1), table.last)
         return replay_at(table, stops, self.probe_tokens, self.probe_flops)
 
@@ -172,13 +172,11 @@ class LabelledRow:
     def __init__(self, split: Split, row: int, answers: dict[str, list[Any]]) -> None:
         self.probe_tokens, self.probe_flops = 0, 0.0
         self._split, self._row, self._answers = split, row, answers
-        self._trace: list[int] | None = None
 
-    def ends(self, natural: bool = False) -> Iterator[StepEnd]:
-        """The step ends in order; the natural end, which needs no decision, where asked for."""
+    def ends(self) -> Iterator[StepEnd]:
+        """The step ends in order, but for the natural end, which needs no decision."""
         lengths, before = self._split.table.lengths[self._row].tolist(), 0
-        for step in range(int(self._split.table.last[self._row]) + natural):
-            end = lengths[step]
+        for step, end in enumerate(lengths[: self._split.table.last[self._row]]):
             yield StepEnd(
                 row=self._row,
                 step=step,
@@ -199,11 +197,14 @@ class LabelledRow:
             )
         return float(self._split.thinking_entropy()[self._row, step])
 
+    @cached_property
+    def _trace(self) -> list[int]:
+        ids: list[int] = self._split.dataset[self._row]["trace_ids"]
+        return ids
+
     def _text(self, start: int, end: int) -> str:
         if self._split.decode is None:
             raise ValueError("a rule reads the thinking, and the base's tokenizer is not at hand")
-        if self._trace is None:
-            self._trace = self._split.dataset[self._row]["trace_ids"]
         return self._split.decode(self._trace[start:end])
 
     def _trial_answer(self, step: int, end: int, max_tokens: int) -> TrialAnswer:

@@ -166,11 +166,7 @@ def evaluate_online(
 
 def _named(how: How) -> tuple[str, float | None, str]:
     """Method, parameter and its name, as tables have them."""
-    if how is None:
-        return FULL, None, ""
-    if isinstance(how, PolicyUse):
-        return how.method, how.parameter, how.parameter_name
-    return how.method, how.threshold, how.family.parameter_name
+    return (FULL, None, "") if how is None else (how.method, how.parameter, how.parameter_name)
 
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:

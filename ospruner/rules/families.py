@@ -225,6 +225,16 @@ class StopRule:
         """What tables call it."""
         return self.family.method
 
+    @property
+    def parameter(self) -> float:
+        """The threshold, as a policy has its price."""
+        return self.threshold
+
+    @property
+    def parameter_name(self) -> str:
+        """What that is."""
+        return self.family.parameter_name
+
     def __repr__(self) -> str:
         return f"{self.family.name}:{self.threshold:g}"
 
@@ -399,7 +409,14 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     name, _, number = text.partition(":")
     if name.endswith(".py"):
         kind, _, number = number.partition(":")
-        found = _of_file(Path(name), kind)
+        known = run_file(Path(name), "rule", f"a family {kind}")
+        if kind not in known:
+            own = [key for key, value in known.items() if isinstance(value, Family)]
+            raise ValueError(
+                f"{name} defines no {kind!r}; its families are {', '.join(own) or 'none'}; a "
+                "function of a step's end does, too"
+            )
+        found = known[kind]
     elif name in FAMILIES:
         found = FAMILIES[name]
     elif point := _installed().get(name):
@@ -421,20 +438,18 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     return family(value, same=same)
 
 
-def _of_file(path: Path, name: str) -> Any:
-    """What a Python file, which is run, calls by a name."""
+def run_file(path: Path, what: str, holds: str, name: str | None = None) -> dict[str, Any]:
+    """What a user's own Python file, which is run, defines; errors say what it should hold.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it cannot be run.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"no rule at {path}: give a .py file with a family {name}")
+        raise FileNotFoundError(f"no {what} at {path}: give a .py file with {holds}")
     try:
-        known = runpy.run_path(str(path))
+        return runpy.run_path(str(path), run_name=name)
     except Exception as error:  # whatever a user's file may raise
         raise ValueError(
-            f"the rule {path} cannot be run ({type(error).__name__}: {error}): mend the file"
+            f"the {what} {path} cannot be run ({type(error).__name__}: {error}): mend the file"
         ) from error
-    if name not in known:
-        own = [key for key, value in known.items() if isinstance(value, Family)]
-        raise ValueError(
-            f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}; a function "
-            "of a step's end does, too"
-        )
-    return known[name]

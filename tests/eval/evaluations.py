@@ -54,7 +54,7 @@ def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1
 
 def replay_rule(split: Split, rule: StopRule) -> Outcome:
     """What a rule does on labelled traces."""
-    return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
+    return measure(split, rule.family, rule).outcome(split.table, rule)
 
 
 def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:

@@ -11,7 +11,7 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Report, compare, replay_use
+from ospruner.eval.compare import Report, compare, outcome_of
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
 from ospruner.eval.methods import PolicyUse, parse_policies
@@ -190,10 +190,10 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
     one, read = TEST.said(use), 3 * TEST.table.lengths
     reading = dataclasses.replace(one, read_tokens=read, flops=np.asarray(2.0 * read))
-    outcome = replay_use(use, Split(None, table, policies={use.path: reading}))
+    outcome = outcome_of(use, Split(None, table, policies={use.path: reading}))
     np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
     np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
-    free = replay_use(use, Split(None, TEST.table, policies={use.path: one}))
+    free = outcome_of(use, Split(None, TEST.table, policies={use.path: one}))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
 

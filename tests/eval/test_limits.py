@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.compare import FIXED, fixed_rules
-from ospruner.eval.evaluation import Evaluation, Rule, chosen, validation_scores
+from ospruner.eval.evaluation import chosen, validation_scores
 from ospruner.eval.metrics import AES_ABSOLUTE
 from ospruner.eval.replay import (
     Outcome,
@@ -65,7 +64,7 @@ def test_oracles_by_hand() -> None:
 
 
 def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
-    validation, test = make_table(seed=3, traces=200), make_table(seed=4)
+    validation, test = make_table(seed=3, traces=40), make_table(seed=4)
     full = replay_full(validation)
 
     def score(outcome: Outcome) -> float:
@@ -89,21 +88,8 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
             score(replayed(validation, one)) for one in values
         )
         assert rule.outcome.tokens.tolist() == replayed(test, value).tokens.tolist()
-
-
-def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
-    validation, test = make_table(seed=3, traces=20), make_table(seed=4)
-    steps = fixed_rules(validation, test)["fixed step"]
-    scores = validation_scores(steps, replay_full(validation), validation.problem_index)
-    taken, _ = chosen(steps, scores)
-    assert taken.picks is not None
-    assert len(set(taken.picks[:201].tolist())) > 1
-    held = replace(taken, among=(), picks=None)
-    rules = [Rule("full", replay_full(test)), taken, held]
-    frame = Evaluation(rules, test.problem_index).frame()[1:]
-    assert frame["tokens"][1] == frame["tokens"][2]
-    wide, narrow = frame["tokens_high"] - frame["tokens_low"]
-    assert wide > narrow
+        assert rule.picks is not None
+        assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
 
 
 def test_budget_candidates_span_the_lengths() -> None:
@@ -112,8 +98,3 @@ def test_budget_candidates_span_the_lengths() -> None:
     assert candidates == sorted(set(candidates))
     assert candidates[0] == table.lengths[table.mask].min()
     assert candidates[-1] == table.full_tokens.max()
-
-
-def test_a_price_below_0_is_refused() -> None:
-    with pytest.raises(ValueError, match="price is -1"):
-        hindsight_oracle(make_table(0), -1)

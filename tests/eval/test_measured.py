@@ -180,17 +180,16 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
     measured, table = measure(split, family), split.table
     grid = family_thresholds(family, measured.signals, 9)
     assert (grid[0], grid[-1]) == (family.at_once, family.never)
-    short = [measured.outcome(table, family, value).mean_tokens for value in grid]
+    outcomes = [measured.outcome(table, family(value)) for value in grid]
+    short = [outcome.mean_tokens for outcome in outcomes]
     assert short == sorted(short)
-    for value in grid:
+    for value, outcome in zip(grid, outcomes, strict=True):
         stops = []
         for n in range(len(table)):
             decide = family(value, same=split.same).for_row()
             ends = LabelledRow(split, n, split.dataset[:]).ends()
             stops.append(next((end.step for end in ends if decide(end)[0]), int(table.last[n])))
-        np.testing.assert_array_equal(
-            measured.outcome(table, family, value).tokens, replay_at(table, stops).tokens
-        )
+        np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)
 
 
 def test_agreement_goes_by_what_the_task_calls_the_same() -> None:

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ospruner.eval.evaluation import bootstrap_interval, bootstrap_means
+from ospruner.eval.evaluation import bootstrap_means, intervals
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
+from ospruner.eval.results import Estimate
+from ospruner.eval.table import FloatArray, IntArray
 
 
 def test_aes_by_hand() -> None:
@@ -56,16 +58,21 @@ def test_bootstrap_is_seeded_and_blocks_do_not_matter(monkeypatch: pytest.Monkey
     np.testing.assert_allclose(a, bootstrap_means(values, index, 500, seed=3), rtol=1e-12)
 
 
+def interval(values: FloatArray, index: IntArray, replicates: int, seed: int = 0) -> Estimate:
+    drawn = bootstrap_means(values[:, None], index, replicates, seed)
+    found = intervals({"x": np.concatenate([[[values.mean()]], drawn])})
+    return Estimate.of(found.iloc[0], "x")
+
+
 def test_interval_width_is_that_of_independent_problems() -> None:
     """10 equal traces a problem: the interval is as wide as with one, sqrt(10) of the naive one."""
     rng = np.random.default_rng(0)
     one = (rng.random(400) < 0.6).astype(np.float64)
-    values, index = np.repeat(one, 10), np.repeat(np.arange(400), 10)
-    interval = bootstrap_interval(values, index, replicates=4000)
-    assert interval.value == pytest.approx(one.mean())
+    found = interval(np.repeat(one, 10), np.repeat(np.arange(400), 10), 4000)
+    assert found.value == pytest.approx(one.mean())
     width = 2 * 1.96 * np.sqrt(one.mean() * (1 - one.mean()) / 400)
-    assert interval.high - interval.low == pytest.approx(width, rel=0.1)
-    assert interval.low < interval.value < interval.high
+    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    assert found.low < found.value < found.high
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -74,7 +81,6 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     for trial in range(200):
         rate = rng.beta(2, 2, 80)  # problems differ in difficulty
         index = np.repeat(np.arange(80), 4)
-        values = (rng.random(320) < rate[index]).astype(np.float64)
-        interval = bootstrap_interval(values, index, replicates=400, seed=trial)
-        hits += interval.low <= 0.5 <= interval.high
+        found = interval((rng.random(320) < rate[index]).astype(np.float64), index, 400, trial)
+        hits += found.low <= 0.5 <= found.high
     assert 0.90 <= hits / 200 <= 0.985
