@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ class Column:
         name: of the frame's column.
         scale: what numbers are multiplied by, such as 100 for percent.
         digits: decimals.
-        best: which number is best; "" where they do not compete.
+        ranked: the numbers compete: of each section the two highest are marked.
         signed: numbers have a + where they are positive.
         narrow: terminals leave out its intervals, for the methods' names need the width.
     """
@@ -44,14 +44,13 @@ class Column:
     name: str
     scale: float = 1
     digits: int = 0
-    best: Literal["", "high", "low"] = ""
+    ranked: bool = False
     signed: bool = False
     narrow: bool = False
 
 
-ACCURACY = Column("Acc", "accuracy", 100, 1, "high")
-LENGTH = Column("Len", "tokens", best="low")
-AES = Column("AES", "aes", digits=2, best="high")
+ACCURACY, LENGTH = Column("Acc", "accuracy", 100, 1), Column("Len", "tokens")
+AES = Column("AES", "aes", digits=2, ranked=True)  # few tokens alone win nothing
 COMPUTE = Column("Comp", "flops_ratio", 100)
 COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
 MAIN = (
@@ -130,7 +129,7 @@ class Table:
         return pd.DataFrame(found, self.numbers.index, dtype=object)
 
     def marks(self) -> pd.DataFrame:
-        """For each number "best", "second" or "": of the competing columns, as shown.
+        """For each number "best", "second" or "": of the ranked columns, as shown.
 
         Those compete whose labels begin alike, of one model say; the full trace with none.
         """
@@ -139,10 +138,9 @@ class Table:
         sections = self.numbers.index.get_level_values(0)
         rival = self.numbers.index.get_level_values(-1) != FULL
         for (_, one), column in zip(self._shown, shown, strict=True):
-            if one.best:
-                texts = shown[column].str.replace(",", "")
-                values = pd.to_numeric(texts, errors="coerce").where(rival)
-                places = values.groupby(sections).rank("dense", ascending=one.best == "low")
+            if one.ranked:
+                values = pd.to_numeric(shown[column], errors="coerce").where(rival)
+                places = values.groupby(sections).rank("dense", ascending=False)
                 marks[column] = places.map({1: "best", 2: "second"}).fillna("")
         return marks
 
@@ -311,7 +309,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
     return _grid(
         frame,
         (MODEL, "method"),
-        (replace(ACCURACY, best=""), replace(LENGTH, best=""), AES),  # few tokens alone win nothing
+        (ACCURACY, LENGTH, AES),
         caption=f"Each method at its best AES, chosen {how}; {answer} answers. AES "
         f"{frame['aes_label'].iloc[0]}. {mean}",
         corner="Model / Method",
@@ -322,22 +320,21 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
 def full_table(frame: pd.DataFrame, model: str) -> Table:
     """The appendix' table of one model: every rule at every parameter."""
     frame, answer = _of_one_answer(frame)
-    columns = [replace(ACCURACY, best="")]
     if answer == "free":  # lengths are of thinking and answer together
-        columns += [
+        columns = [
             Column("CoT", "tokens"),
             Column("Ans", "answer_tokens"),
             Column("CoT + Ans", "generated_tokens"),
             Column("Red. %", "total_reduction", 100, 1),
         ]
     else:
-        columns += [replace(LENGTH, best=""), Column("Red. %", "reduction", 100, 1)]
+        columns = [LENGTH, Column("Red. %", "reduction", 100, 1)]
     # Thresholds that lie close together read alike.
     own = frame[frame[MODEL] == model].fillna({"parameter": -1.0})
     table = _grid(
         own,
         ("method", "setting", "parameter"),
-        columns,
+        [ACCURACY, *columns],
         caption=f"Full results for {model}, {answer} answers. ",
         corner="Method / Param",
         name=f"full-{model}-{answer}".replace("/", "-"),

@@ -11,12 +11,12 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Report, compare, outcome_of
+from ospruner.eval.compare import Report, compare
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
-from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
+from ospruner.eval.measured import COUNT, Predicted, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.recorded import Method
-from ospruner.eval.replay import replay, replay_full, replay_step
+from ospruner.eval.replay import replay_full, replay_step
 from ospruner.eval.report.summary import write_report
 from ospruner.eval.results import Results
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
@@ -185,19 +185,6 @@ def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Pat
     assert found[found.method == "probe"].parameter.tolist() == [0.4, 0.6]
 
 
-def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
-    (use,) = parse_policies([f"{saved(tmp_path / 'v', 'flashthink', 0.0)}@.6"])
-    table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
-    one, read = TEST.said(use), 3 * TEST.table.lengths
-    reading = dataclasses.replace(one, read_tokens=read, flops=np.asarray(2.0 * read))
-    outcome = outcome_of(use, Split(None, table, policies={use.path: reading}))
-    np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
-    np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
-    free = outcome_of(use, Split(None, TEST.table, policies={use.path: one}))
-    np.testing.assert_array_equal(free.tokens, outcome.tokens)
-    assert not free.probe_tokens.any()
-
-
 def test_rules_of_one_s_own_are_compared_and_chosen() -> None:
     def doubt(end: rules.StepEnd) -> float:
         return -end.trial_answer(1).entropy
@@ -226,18 +213,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare(split(1, "t"), parse_policies([saved(tmp_path / "ours")]))
     with pytest.raises(ValueError, match="which labels do not keep"):
         compare(TEST, [rules.ThinkJustEnough], choose_on=VALIDATION)
-
-
-def test_a_policy_s_thresholds_are_its_own() -> None:
-    table = TEST.table
-    pi = 0.001 * np.random.default_rng(0).random(table.mask.shape)  # never near one half
-    grid = family_thresholds(LEARN_STOP, pi)
-    assert len(grid) == COUNT
-    assert grid[0] == 0.0
-    assert grid[-1] == 1.0 > 0.001 >= grid[-2]
-    tokens = [replay(table, pi, threshold).mean_tokens for threshold in grid]
-    assert tokens == sorted(tokens)
-    assert len(set(tokens)) > 30
 
 
 def test_learnstop_learns_from_other_problems() -> None:

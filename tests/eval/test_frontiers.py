@@ -85,17 +85,6 @@ def test_areas_are_means_over_the_lengths_between_the_trivial_rules() -> None:
     assert fixed.low < fixed.high
 
 
-def test_the_frontier_is_chosen_on_validation() -> None:
-    # A rule that is good on test only is not on the frontier; one good on validation only hurts.
-    bad = replay_at(TABLE, np.zeros(len(TABLE), dtype=int))
-    worse = replace(ORACLE, correct=bad.correct)
-    lucky, fooled = method([ORACLE], [worse]), method([worse], [ORACLE])
-    found, _ = frontiers({"lucky": lucky, "fooled": fooled, "none": []}, TABLE, TABLE, replicates=1)
-    areas = found["area"]
-    assert areas[0] == pytest.approx(areas[2])
-    assert areas[1] < areas[2] - 0.1
-
-
 def test_gap_closed() -> None:
     price = 0.005
     full, best = replay_full(TABLE), hindsight_oracle(TABLE, price)

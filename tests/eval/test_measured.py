@@ -12,11 +12,10 @@ from ospruner.eval.measured import (
     measure,
     spread_values,
 )
-from ospruner.eval.replay import Outcome, replay_at, replay_budget, replay_step
+from ospruner.eval.replay import Outcome, replay_at
 from ospruner.eval.table import TraceTable
 from ospruner.rules import (
     FAMILIES,
-    Agreement,
     AnswerEntropy,
     StopRule,
     ThinkJustEnough,
@@ -121,17 +120,6 @@ def test_deer_tries_answers_only_before_transition_words() -> None:
     assert early.tokens.tolist() == [40, 30]
 
 
-def test_rules_that_read_lengths_cost_nothing() -> None:
-    dataset, table = labelled()
-    for rule, expected in (
-        ("budget:15", replay_budget(table, 15)),
-        ("step:2", replay_step(table, 2)),
-    ):
-        outcome = replayed(rule, Split(dataset, table, SUFFIX))
-        np.testing.assert_array_equal(outcome.columns(), expected.columns())
-        assert outcome.probe_tokens.tolist() == [0, 0]
-
-
 def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
     split = Split(dataset, table, SUFFIX)
@@ -190,14 +178,6 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
             ends = LabelledRow(split, n, split.dataset[:]).ends()
             stops.append(next((end.step for end in ends if decide(end)[0]), int(table.last[n])))
         np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)
-
-
-def test_agreement_goes_by_what_the_task_calls_the_same() -> None:
-    dataset, table = labelled()
-    strict = replay_rule(Split(dataset, table, SUFFIX), Agreement(2))
-    assert strict.tokens.tolist() == [30, 30]
-    loose = replay_rule(Split(dataset, table, SUFFIX), Agreement(2, same=lambda a, b: True))
-    assert loose.tokens.tolist() == [20, 30]
 
 
 def test_values_are_spread_by_rank_and_counted_once() -> None:

@@ -76,23 +76,3 @@ def test_problems_that_differ_in_a_sign_are_two(tmp_path: Path) -> None:
     first, second = (problem.id for problem in loaded.problems[:2])
     assert first == f"problems/{text_key_1(texts[0])}"  # as labels of old have it
     assert second == f"{first}-{text_key(texts[1])}"
-
-
-def test_the_known_overlaps_of_deepscaler_are_found(shared_dir: Path) -> None:
-    folder = shared_dir / "data"
-    path = folder / "deepscaler_train_partial.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no {path}")
-    import gzip
-
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    known = {(row["id"], row["overlaps"]) for row in rows if row.get("overlaps")}
-    others = [
-        problem
-        for name in ("math500", "aime24", "aime25", "gsm8k_test")
-        for problem in load_source(str(folder / f"{name}.jsonl.gz")).problems
-    ]
-    kept, dropped = drop_overlaps(load_source(str(path)).problems, others)
-    assert set(dropped) == known
-    assert (len(kept), len(known)) == (len(rows) - 6, 6)

@@ -38,14 +38,9 @@ def test_a_preset_stands_between_problem_and_instruction() -> None:
 def test_bad_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="prompt is 'shout'; it must be 'default' or 'conc"):
         Task("shout")
-    with pytest.raises(FileNotFoundError, match="no task at .*nothing.py"):
-        load_task_class(tmp_path / "nothing.py")
     (tmp_path / "none.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="defines 0 subclasses of Task; it must define one"):
         load_task_class(tmp_path / "none.py")
-    (tmp_path / "task.txt").write_text("no Python")
-    with pytest.raises(ValueError, match="task.txt cannot be run .SyntaxError: .*mend the file"):
-        load_task_class(tmp_path / "task.txt")
 
 
 def test_a_tokenizer_without_template_is_refused() -> None:
