@@ -11,7 +11,7 @@ import math
 import operator
 import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
@@ -63,6 +63,21 @@ ASKS: frozenset[Ask] = frozenset(get_args(Ask))
 GROUP = "ospruner_rules"
 """The entry-point group in which packages offer families under a name."""
 
+_NEEDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (tokens, "", ""),
+    (steps, "", ""),
+    (entropy, "trial_answer", "forced_entropy"),
+    (confidence, "trial_answer", "forced_logprob"),
+    (agreement, "trial_answer text", ""),
+    (run_jump, "trial_answer text", ""),
+    (whole_entropy, "trial_answer", "forced_answer_entropy"),
+    (thinking_entropy, "thinking_entropy", ""),
+    (repetition, "text", ""),
+    (repeats, "text", ""),
+    (confirmed, "trial_answer text", "forced_logprob"),
+)
+"""What our own signals ask step ends for, and the column of labels that they need."""
+
 MANY = 2.0**31 - 1
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
@@ -113,6 +128,10 @@ class Family:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", self.method or self.name)
+        for signal, asks, reads in _NEEDS:
+            if signal is self.signal:
+                object.__setattr__(self, "asks", frozenset(asks.split()))
+                object.__setattr__(self, "reads", reads)
 
     def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
         """The rule of a threshold, with settings of the signal, such as `every_tokens`.
@@ -287,81 +306,28 @@ def _settings(signal: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-_TRIAL: frozenset[Ask] = frozenset({"trial_answer"})
-_TEXT: frozenset[Ask] = frozenset({"text"})
-_BOTH: frozenset[Ask] = _TRIAL | _TEXT
 _COUNT: dict[str, Any] = {"whole": True, "high": MANY}
 _SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
+_EVERY_64 = {
+    "max_tokens": 20,
+    "every_tokens": 64,
+    "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
+}
+_BEFORE_WAIT = {"max_tokens": 20, "transition_words": ("Wait",), "trials": 10}
 
-Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT, asks=frozenset())
-Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT, asks=frozenset())
-AnswerEntropy = Family(
-    "entropy",
-    entropy,
-    "answer entropy",
-    "nats",
-    "<=",
-    0.0,
-    math.log(20),
-    asks=_TRIAL,
-    reads="forced_entropy",
-)
-TrialConfidence = Family(
-    "confidence", confidence, "trial confidence", low=_SURE, asks=_TRIAL, reads="forced_logprob"
-)
-Agreement = Family(
-    "agreement", agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
-)
-Dynasor = Family(
-    "dynasor",
-    agreement,
-    "Dynasor",
-    "answers",
-    low=2,
-    asks=_BOTH,
-    **_COUNT,
-    settings={
-        "max_tokens": 20,
-        "every_tokens": 64,
-        "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
-    },
-)
-RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
-HaltCot = Family(
-    "halt-cot",
-    whole_entropy,
-    "HALT-CoT",
-    "bits",
-    "<",
-    0.0,
-    1e3,
-    asks=_TRIAL,
-    reads="forced_answer_entropy",
-)
-Deer = Family(
-    "deer",
-    confidence,
-    "DEER",
-    "threshold",
-    ">",
-    _SURE,
-    asks=_BOTH,
-    reads="forced_logprob",
-    settings={"max_tokens": 20, "transition_words": ("Wait",), "trials": 10},
-)
-ThinkJustEnough = Family(
-    "just-enough",
-    thinking_entropy,
-    "Think Just Enough",
-    "bits",
-    "<=",
-    0.0,
-    5.0,
-    asks=frozenset({"thinking_entropy"}),
-)
-Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
-Loops = Family("loops", repeats, "loops", "repeats", low=1, asks=_TEXT, **_COUNT)
-Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
+Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT)
+Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT)
+AnswerEntropy = Family("entropy", entropy, "answer entropy", "nats", "<=", high=math.log(20))
+TrialConfidence = Family("confidence", confidence, "trial confidence", low=_SURE)
+Agreement = Family("agreement", agreement, "answer agreement", "answers", low=2, **_COUNT)
+Dynasor = replace(Agreement, name="dynasor", method="Dynasor", settings=_EVERY_64)
+RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, **_COUNT)
+HaltCot = Family("halt-cot", whole_entropy, "HALT-CoT", "bits", "<", high=1e3)
+Deer = Family("deer", confidence, "DEER", stops=">", low=_SURE, settings=_BEFORE_WAIT)
+ThinkJustEnough = Family("just-enough", thinking_entropy, "Think Just Enough", "bits", "<=", high=5)
+Refrain = Family("refrain", repetition, "REFRAIN")
+Loops = Family("loops", repeats, "loops", "repeats", low=1, **_COUNT)
+Puma = Family("puma", confirmed, "PUMA-like")
 
 FAMILIES = {one.name: one for one in list(vars().values()) if isinstance(one, Family)}
 """The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of

@@ -175,16 +175,6 @@ def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Path) -> None:
-    probe = saved(tmp_path / "probe", "probe", 0.0)
-    named = parse_policies([probe])
-    alone = compare(TEST, named).frame
-    assert alone[alone.method == "probe"].parameter.tolist() == [0.7, 0.75, 0.8, 0.85, 0.9]
-    given = parse_policies([f"{probe}@.4,.6"])
-    found = compare(TEST, given, choose_on=VALIDATION, replicates=2).frame
-    assert found[found.method == "probe"].parameter.tolist() == [0.4, 0.6]
-
-
 def test_rules_of_one_s_own_are_compared_and_chosen() -> None:
     def doubt(end: rules.StepEnd) -> float:
         return -end.trial_answer(1).entropy

@@ -119,17 +119,5 @@ def test_in_each_resample_the_choice_is_made_again() -> None:
     assert area.low < area.value - 0.1
 
 
-def test_training_seeds_are_resampled() -> None:
-    good = at(4)
-    bad = replace(good, correct=np.zeros(len(TABLE)))
-    seeds = method([[good, bad]], [[good, good]])
-    mean = method([pool([good, bad])], [good])
-    with_seeds, without = (gap_closed(rules, 0.005, replicates=400) for rules in (seeds, mean))
-    assert with_seeds.value == pytest.approx(without.value)
-    # Both seeds are the good one in a quarter of the draws: as in `test_gap_closed`.
-    assert with_seeds.high >= 0.05 / 0.11
-    assert without.high < 0.05 / 0.11
-
-
 def test_prices_suit_the_lengths() -> None:
     assert worth_asking(TABLE) == (2e-3, 8e-4, 4e-4)  # of 50 tokens

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -12,18 +14,17 @@ from ospruner.eval.measured import (
     measure,
     spread_values,
 )
-from ospruner.eval.replay import Outcome, replay_at
+from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
 from ospruner.rules import (
     FAMILIES,
     AnswerEntropy,
-    StopRule,
     ThinkJustEnough,
     TrialConfidence,
-    parse_rule,
 )
 
 from .evaluations import dataset_of, replay_rule
+from .test_compare import split
 
 ROWS = {
     # Each step of a trace: answer, tokens, mean log-probability, entropy.
@@ -47,31 +48,6 @@ def labelled() -> tuple[Dataset, TraceTable]:
 
 
 SUFFIX = 4  # tokens forced before every trial answer
-
-
-def replayed(text: str, split: Split) -> Outcome:
-    rule = parse_rule(text, split.same)
-    assert isinstance(rule, StopRule)
-    return replay_rule(split, rule)
-
-
-@pytest.mark.parametrize(
-    ("rule", "tokens", "probes"),
-    [
-        # entropy 0.4: one token each, tried at steps 1 and 2, and at both free steps of the other
-        ("entropy:0.4", [20, 30], [2 * (SUFFIX + 1), 2 * (SUFFIX + 1)]),
-        # exp(-0.01) is reached at step 3; the other's first answer never closed its box
-        ("confidence:0.95", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
-        ("agreement:2", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
-    ],
-)
-def test_trial_answers_decide_and_are_charged(
-    rule: str, tokens: list[float], probes: list[float]
-) -> None:
-    dataset, table = labelled()
-    outcome = replayed(rule, Split(dataset, table, SUFFIX))
-    assert outcome.tokens.tolist() == tokens
-    assert outcome.probe_tokens.tolist() == probes
 
 
 def test_the_compute_of_trial_answers_by_hand() -> None:
@@ -102,24 +78,6 @@ def test_the_compute_of_trial_answers_by_hand() -> None:
         replay_rule(Split(dataset, charged, SUFFIX), AnswerEntropy(0.4))
 
 
-def test_deer_tries_answers_only_before_transition_words() -> None:
-    dataset, table = labelled()
-    # Token 1 is " Wait", any other a word; the first trace goes on with it after step 3 only, the
-    # second never. Confidence alone would stop the first trace at step 3, too, but charge more.
-    traces = [[0] * (10 * len(steps)) for steps in ROWS.values()]
-    traces[0][30] = 1
-    both = dataset.add_column("trace_ids", traces)
-
-    def decode(ids: list[int]) -> str:
-        return "".join(" Wait" if one == 1 else " so" for one in ids)
-
-    outcome = replayed("deer:0.95", Split(both, table, SUFFIX, decode))
-    assert outcome.tokens.tolist() == [30, 30]
-    assert outcome.probe_tokens.tolist() == [SUFFIX + 2, 0]
-    early = replayed("deer:0.995", Split(both, table, SUFFIX, decode))
-    assert early.tokens.tolist() == [40, 30]
-
-
 def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
     split = Split(dataset, table, SUFFIX)
@@ -133,31 +91,22 @@ def test_what_labels_do_not_tell_is_refused() -> None:
         replay_rule(Split(old, table, SUFFIX), AnswerEntropy(0.4))
 
 
-def random_split(seed: int, traces: int = 12, steps: int = 15) -> Split:
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(1, steps, traces).tolist()
-    ends = [rng.integers(3, 40, T).cumsum().tolist() for T in counts]
-    dataset = dataset_of(
-        ends,
-        forced_answers=[rng.choice(["1", "2", "2.0", "", "no"], T).tolist() for T in counts],
-        forced_correct=[rng.integers(0, 2, T).astype(float).tolist() for T in counts],
-        forced_answer_tokens=[rng.integers(1, 30, T).tolist() for T in counts],
-        forced_logprob=[(-rng.exponential(0.05, T)).tolist() for T in counts],
-        forced_entropy=[rng.exponential(0.4, T).tolist() for T in counts],
-        forced_answer_entropy=[rng.exponential(0.6, T).tolist() for T in counts],
-        trace_ids=[rng.integers(0, 6, one[-1]).tolist() for one in ends],
-    )
+def random_split(seed: int) -> Split:
+    """Labels of `test_compare` whose answers and words are drawn."""
+    plain, rng = split(seed, "m", 12), np.random.default_rng(seed)
+    steps = plain.table.num_steps
+    answers = [rng.choice(["1", "2", "2.0", "", "no"], T).tolist() for T in steps]
+    traces = [rng.integers(0, 6, T).tolist() for T in plain.table.full_tokens]
+    dataset = plain.dataset.remove_columns(["forced_answers", "trace_ids"])
+    dataset = dataset.add_column("forced_answers", answers).add_column("trace_ids", traces)
     words = ["wait two", "the answer is 4", "hmm two", "Wait", "now two and two", "\\boxed{4}"]
-    table = TraceTable.from_dataset(dataset)
-    entropy = rng.random(table.mask.shape)
-    return Split(
-        dataset,
-        table,
-        SUFFIX,
-        lambda ids: " ".join(words[i] for i in ids[:4]),
-        None,
-        lambda a, b: a.rstrip(".0") == b.rstrip(".0"),
-        lambda: entropy,
+    entropy = rng.random(plain.table.mask.shape)
+    return replace(
+        plain,
+        dataset=dataset,
+        decode=lambda ids: " ".join(words[i] for i in ids[:4]),
+        same=lambda a, b: a.rstrip(".0") == b.rstrip(".0"),
+        thinking_entropy=lambda: entropy,
     )
 
 

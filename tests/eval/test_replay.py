@@ -9,26 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ospruner.eval.compare import FIXED, fixed_rules
 from ospruner.eval.evaluation import (
     Evaluation,
     Rule,
+    bootstrap_means,
     chosen,
-    seed_weights,
+    intervals,
     validation_scores,
 )
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
     Outcome,
     hindsight_oracle,
+    hindsight_oracle_no_loss,
     pool,
     replay,
     replay_at,
     replay_budget,
+    replay_drop,
     replay_full,
     replay_step,
 )
 from ospruner.eval.results import Estimate
-from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.table import FloatArray, IntArray, TraceTable
 
 from .evaluations import make_table
 
@@ -54,48 +58,29 @@ def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray,
 
 
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
-    table = make_table(5, traces=40)
+    """Of two rules that are as often right on validation, half of them choose the other."""
+    table, nothing = make_table(5, traces=40), np.zeros(40)
     first, full = replay_step(table, 1), replay_full(table)
-
+    half = np.arange(40) < 20
+    there = [
+        Outcome(right.astype(np.float64), np.full(40, k + 1.0), *[nothing] * 10)
+        for k, right in enumerate((half, ~half))
+    ]
+    rules = [
+        Rule("chosen", one, k, validation=(on_validation,))
+        for k, (one, on_validation) in enumerate(zip((first, full), there, strict=True))
+    ]
+    base = replace(there[1], tokens=np.full(40, 9.0))
     accurate = AesVariant(alpha=0, beta=1, gamma=1)  # whatever the length
-
-    def rule(wins: int) -> Rule:
-        """Chosen where the first of two is right on so many of 40 problems, the second on 20."""
-        right = np.zeros((2, 40))
-        right[0, :wins], right[1, 20:] = 1, 1
-        nothing = np.zeros(40)
-        short, long = (
-            Outcome(row, np.full(40, k + 1.0), *[nothing] * 10) for k, row in enumerate(right)
-        )
-        rules = [
-            Rule("chosen", outcome, k, validation=(on_validation,))
-            for k, (outcome, on_validation) in enumerate(
-                zip([first, full], [short, long], strict=True)
-            )
-        ]
-        base = replace(long, tokens=np.full(40, 9.0))
-        taken, _ = chosen(rules, validation_scores(rules, base, np.arange(40), accurate))
-        assert taken.parameter == int(wins < 20)
-        return taken
-
-    plain = summarise([Rule("first", first), Rule("full", full)], full, table.problem_index)
-    # Always right and never right: no resample chooses otherwise.
-    for wins, same in ((40, plain[0]), (0, plain[1])):
-        one = rule(wins)
-        assert one.picks is not None
-        assert set(one.picks.tolist()) == {int(wins < 20)}
-        (found,) = summarise([one], full, table.problem_index)
-        assert (found.tokens, found.accuracy) == (same.tokens, same.accuracy)
-    # As often right: half of the resamples choose the other, and the interval says so.
-    even = rule(20)
+    even, number = chosen(rules, validation_scores(rules, base, np.arange(40), accurate))
+    assert (even.parameter, number) == (0, 0)
     assert even.picks is not None
-    picks = even.picks
-    assert picks[0] == 0
-    assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
-    (found,) = summarise([even], full, table.problem_index)
-    assert found["tokens"] == plain[0]["tokens"]
-    assert found["tokens_high"] == pytest.approx(plain[1]["tokens_high"], rel=0.05)
-    assert found["tokens_low"] == pytest.approx(plain[0]["tokens_low"], rel=0.05)
+    assert even.picks[0] == 0
+    assert 0.3 < even.picks.mean() < 0.5  # where both are as accurate, the first
+    one, other, found = summarise([*rules, even], full, table.problem_index)
+    assert found["tokens"] == one["tokens"]
+    assert found["tokens_high"] == pytest.approx(other["tokens_high"], rel=0.05)
+    assert found["tokens_low"] == pytest.approx(one["tokens_low"], rel=0.05)
 
 
 def test_expectation_equals_simulation() -> None:
@@ -283,10 +268,120 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 
-def test_the_seeds_weights() -> None:
-    weights = seed_weights(3, replicates=4000)
-    np.testing.assert_allclose(weights.sum(axis=1), 1)
-    np.testing.assert_allclose(weights[0], 1 / 3)
-    assert set(np.round(3 * weights[1:].ravel()).astype(int)) == {0, 1, 2, 3}
-    np.testing.assert_allclose(weights.mean(axis=0), 1 / 3, atol=0.01)
-    np.testing.assert_array_equal(seed_weights(1, 5), np.ones((6, 1)))
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 1e-3, 1e-2, 0.1]))
+@settings(deadline=None, max_examples=40)
+def test_no_rule_beats_the_oracle(seed: int, penalty: float) -> None:
+    table = make_table(seed)
+    oracle = hindsight_oracle(table, penalty)
+    best = oracle.correct - penalty * oracle.tokens
+    rng = np.random.default_rng(seed)
+    for outcome in (
+        replay_full(table),
+        replay(table, rng.random(table.mask.shape)),
+        replay_at(table, rng.integers(0, 9, len(table))),
+        hindsight_oracle_no_loss(table),
+    ):
+        assert (outcome.correct - penalty * outcome.tokens <= best + 1e-12).all()
+
+
+def test_oracles_by_hand() -> None:
+    steps = np.ones((3, 3), bool)
+    table = replace(
+        make_table(seed=0, traces=3, steps=3),
+        mask=steps,
+        num_steps=np.array([3, 3, 3]),
+        lengths=np.array([[10, 20, 30]] * 3),
+        correct=np.array([[0, 1, 1], [0, 1, 0], [0, 0, 0]], np.float64),
+        answer_tokens=5 * steps,
+    )
+    oracle = hindsight_oracle(table)
+    assert oracle.tokens.tolist() == [20, 20, 10]
+    assert oracle.correct.tolist() == [1, 1, 0]
+    assert oracle.helped.tolist() == [0, 1, 0]
+    assert hindsight_oracle(table, 0.2).tokens.tolist() == [10, 10, 10]
+    no_loss = hindsight_oracle_no_loss(table)
+    assert no_loss.tokens.tolist() == [20, 10, 10]
+    assert no_loss.accuracy == replay_full(table).accuracy
+
+
+def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
+    validation, test = make_table(seed=3, traces=40), make_table(seed=4)
+    full = replay_full(validation)
+
+    def score(outcome: Outcome) -> float:
+        return float(
+            AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens)
+        )
+
+    found = fixed_rules(validation, test)
+    assert {name: of[0].parameter_name for name, of in found.items()} == FIXED
+    for name, replayed, values in (
+        ("fixed budget", replay_budget, range(int(validation.lengths.max()) + 2)),
+        ("fixed step", replay_step, range(1, 10)),
+        ("fixed drop", replay_drop, range(1, 10)),
+    ):
+        rule, _ = chosen(
+            found[name], validation_scores(found[name], full, validation.problem_index)
+        )
+        assert rule.parameter is not None
+        value = int(rule.parameter)
+        assert score(replayed(validation, value)) == max(
+            score(replayed(validation, one)) for one in values
+        )
+        assert rule.outcome.tokens.tolist() == replayed(test, value).tokens.tolist()
+        assert rule.picks is not None
+        assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
+
+
+def test_aes_by_hand() -> None:
+    assert float(AES_ABSOLUTE(0.8, 50, 0.8, 100)) == pytest.approx(0.5)
+    assert float(AES_ABSOLUTE(0.9, 50, 0.8, 100)) == pytest.approx(0.5 + 0.3)
+    assert float(AES_ABSOLUTE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 0.5)
+    assert float(AES_RELATIVE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 7 / 8)
+    assert AES_ABSOLUTE([0.8, 0.9], [100, 50], 0.8, 100).shape == (2,)
+    assert AES_RELATIVE.label == "relative, α=1, β=3, γ=7"
+    assert AES_ABSOLUTE.label == "absolute, α=1, β=3, γ=5"
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
+def test_aes_rises_with_accuracy_and_falls_with_tokens(
+    accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
+) -> None:
+    base = max(base, 0.01)
+    aes = AES_RELATIVE if relative else AES_ABSOLUTE
+    here = float(aes(accuracy, tokens, base, base_tokens))
+    assert float(aes(min(1, accuracy + 0.1), tokens, base, base_tokens)) >= here
+    assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
+
+
+def test_aes_errors() -> None:
+    with pytest.raises(ValueError, match="accuracy is 80"):
+        AES_ABSOLUTE(80, 50, 0.8, 100)
+    with pytest.raises(ValueError, match="base_tokens is 0"):
+        AES_ABSOLUTE(0.8, 50, 0.8, 0)
+
+
+def test_bootstrap_resamples_whole_problems() -> None:
+    """Each problem's traces stay together: means are those of whole problems drawn with repeats."""
+    problem_index = np.array([0, 0, 0, 1])
+    values = np.array([[1.0], [1.0], [1.0], [0.0]])
+    means = bootstrap_means(values, problem_index, replicates=4000, seed=1)
+    assert {round(float(m), 9) for m in np.unique(means)} == {0.0, 0.75, 1.0}
+    assert float((means == 0.75).mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def interval(values: FloatArray, index: IntArray, replicates: int, seed: int = 0) -> Estimate:
+    drawn = bootstrap_means(values[:, None], index, replicates, seed)
+    found = intervals({"x": np.concatenate([[[values.mean()]], drawn])})
+    return Estimate.of(found.iloc[0], "x")
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(200):
+        rate = rng.beta(2, 2, 80)  # problems differ in difficulty
+        index = np.repeat(np.arange(80), 4)
+        found = interval((rng.random(320) < rate[index]).astype(np.float64), index, 400, trial)
+        hits += found.low <= 0.5 <= found.high
+    assert 0.90 <= hits / 200 <= 0.985
