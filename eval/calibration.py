@@ -314,7 +314,7 @@ def _cutoff(n: int, margin: float, level: float) -> float:
         counts = np.stack([harmed, helped, n - harmed - helped], axis=-1)
         counts = counts[counts[..., 2] >= 0]
         chances = multinomial.pmf(counts, n, [p_harm, p_help, max(1 - p_harm - p_help, 0)])
-        score = _score(*counts[:, :2].T.astype(float), n, margin)
+        score = _score(counts[:, 0].astype(float), counts[:, 1].astype(float), n, margin)
         order = np.argsort(score)
         spent = np.cumsum(chances[order])
         left_out = min(int(spent.searchsorted(0.98 * level)), len(order) - 1)

@@ -245,8 +245,8 @@ def report_of(recorded: Recorded) -> Report:
         full, fixed = replay_full(there), fixed_rules(there, table)
         for of in of_method.values():
             found = validation_scores(of, full, there.problem_index, variant)
-            keys = ((one.method, one.parameter) for one in of)
-            scores |= dict(zip(keys, found[0].tolist(), strict=True))
+            for one, score in zip(of, found[0].tolist(), strict=True):
+                scores[one.method, one.parameter] = score
             if len(of) > 1:
                 taken, number = chosen(of, found)
                 rules[rules.index(of[number])] = taken
@@ -330,9 +330,10 @@ def _compared(recorded: Recorded) -> list[Rule]:
     for one in settings:
         groups.setdefault((one.method, one.parameter), []).append(one)
     rules = []
-    for (method_name, parameter), of in groups.items():
-        seeds = [tuple(outcome_of(one, split) for one in of) for split in splits]
-        rule = Rule(method_name, pool(seeds[0]), parameter, of[0].parameter_name, *seeds)
+    for (name, parameter), of in groups.items():
+        test, *there = (tuple(outcome_of(one, split) for one in of) for split in splits)
+        validation = there[0] if there else ()
+        rule = Rule(name, pool(test), parameter, of[0].parameter_name, test, validation)
         if len(of) > 1 and not isinstance(of[0], PolicyUse):
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "

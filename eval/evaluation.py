@@ -35,7 +35,6 @@ from .results import (
 from .table import FloatArray, IntArray, TraceTable
 
 REPLICATES = 2_000
-_BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
 _MEANS = tuple(one.name for one in dataclasses.fields(Outcome))
 
 Numbers = dict[str, FloatArray]
@@ -156,15 +155,9 @@ def bootstrap_means(
     problems = int(problem_index.max()) + 1
     sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
     np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
-    rng = np.random.default_rng(seed)
     uniform = np.full(problems, 1.0 / problems)
-    block = max(1, _BLOCK_ENTRIES // problems)
-    totals = np.concatenate(
-        [
-            rng.multinomial(problems, uniform, size=min(block, replicates - start)) @ sums
-            for start in range(0, replicates, block)
-        ]
-    )  # (B, K+1)
+    drawn = np.random.default_rng(seed).multinomial(problems, uniform, size=replicates)  # (B, P)
+    totals = drawn @ sums  # (B, K+1)
     means: FloatArray = totals[:, :-1] / totals[:, -1:]
     return means
 

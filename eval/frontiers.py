@@ -101,7 +101,8 @@ def frontiers(
         The frame of `Results.frontiers`, and of each method the numbers of the rules that its
         frontier is made of, the two trivial rules left out.
     """
-    chosen, ours = {}, np.full((1 + replicates, 2), np.nan)  # tokens, accuracy of the first's
+    chosen: dict[str, list[int]] = {}
+    ours = np.full((1 + replicates, 2), np.nan)  # tokens and accuracy of the first's setting
     numbers: dict[str, list[FloatArray]] = defaultdict(list)  # (1 + B,) of each method
     validation_areas, nothing = [], np.full(1 + replicates, np.nan)
     oracles = [(hindsight_oracle(test, price),) for price in prices]
@@ -129,9 +130,9 @@ def frontiers(
             numbers[f"gap@{price_name(price)}"].append(share)
         validation_areas.append(area(_on_hull(chosen_on[0], chosen_on[0])))
         chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]
-    frame = intervals({name: np.stack(of, axis=1) for name, of in numbers.items()})
-    frame = frame.assign(method=list(methods), validation_area=validation_areas)
-    return frame_of(frame, "frontiers"), chosen
+    found = intervals({name: np.stack(of, axis=1) for name, of in numbers.items()})
+    frame = pd.DataFrame({"method": list(methods), "validation_area": validation_areas})
+    return frame_of(frame.join(found), "frontiers"), chosen
 
 
 def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) -> FloatArray:

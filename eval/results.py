@@ -54,10 +54,6 @@ class Estimate(NamedTuple):
         """The number of a frame's row."""
         return cls(*(float(row[name + end]) for end in ENDS))
 
-    def spread(self, name: str) -> dict[str, float]:
-        """The columns that hold it under a name."""
-        return {name + end: number for end, number in zip(ENDS, self, strict=True)}
-
     def text(
         self, scale: float, digits: int, *, signed: bool = False, interval: Interval = "brackets"
     ) -> str:
@@ -79,8 +75,7 @@ def price_name(price: float) -> str:
     """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
     if price == 0:
         return "0"
-    mantissa, _, exponent = f"{price:.6e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return np.format_float_scientific(price, 6, trim="-", exp_digits=1).replace("e+", "e")
 
 
 def parameter_text(parameter: float | None, name: str) -> str:

@@ -117,53 +117,39 @@ class Table:
         rows = [one if isinstance(one, tuple) else (one,) for one in self.numbers.index]
         return [" ".join(filter(None, row)) for row in rows]
 
-    def texts(self, interval: Interval = "brackets") -> pd.DataFrame:
-        """The numbers as text; columns (group, name)."""
-        found = {
-            (group, one.name): [
-                Estimate(*row).text(one.scale, one.digits, signed=one.signed, interval=interval)
-                for row in self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
-            ]
-            for group, one in self._shown
-        }
-        return pd.DataFrame(found, self.numbers.index, dtype=object)
+    def texts(self, interval: Interval = "brackets", *ways: str, escape: Any = str) -> pd.DataFrame:
+        """The numbers as text; columns (group, name).
 
-    def marks(self) -> pd.DataFrame:
-        """For each number "best", "second" or "": of the ranked columns, as shown.
-
-        Those compete whose labels begin alike, of one model say; the full trace with none.
+        Of a ranked column the highest number, as shown, stands between the halves of the first way,
+        such as "**|**", the second highest between those of the second. Those compete whose labels
+        begin alike, of one model say; the full trace with none.
         """
-        shown = self.texts("none")
-        marks = shown.map(lambda _: "")
-        sections = self.numbers.index.get_level_values(0)
-        rival = self.numbers.index.get_level_values(-1) != FULL
-        for (_, one), column in zip(self._shown, shown, strict=True):
+        found, index = {}, self.numbers.index
+        sections, rival = index.get_level_values(0), index.get_level_values(-1) != FULL
+        for group, one in self._shown:
+            rows = self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
+            how: dict[str, Any] = {"signed": one.signed, "interval": interval}
+            said = [escape(Estimate(*row).text(one.scale, one.digits, **how)) for row in rows]
+            found[group, one.name] = texts = np.array(said, dtype=object)
             if one.ranked:
-                values = pd.to_numeric(shown[column], errors="coerce").where(rival)
-                places = values.groupby(sections).rank("dense", ascending=False)
-                marks[column] = places.map({1: "best", 2: "second"}).fillna("")
-        return marks
-
-    def _marked(
-        self, interval: Interval, best: str, second: str, escape: Any = str
-    ) -> pd.DataFrame:
-        """Texts, the best of which stand between the halves of `best`, such as "**|**"."""
-        texts, marks = self.texts(interval).map(escape), self.marks()
-        for mark, way in (("best", best), ("second", second)):
-            before, after = way.split("|")
-            texts = texts.where(marks != mark, before + texts + after)
-        return texts
+                shown = pd.Series(np.round(one.scale * rows[:, 0], one.digits), index).where(rival)
+                places = shown.groupby(sections).rank("dense", ascending=False).to_numpy()
+                for place, way in enumerate(ways, 1):
+                    before, after = way.split("|")
+                    texts[places == place] = before + texts[places == place] + after
+        return pd.DataFrame(found, index)
 
     def markdown(self) -> str:
         """GitHub's Markdown, the caption above; the best bold, the second best underlined."""
-        cells = self._marked("brackets", "**|**", "<u>|</u>").to_numpy()
+        cells = self.texts("brackets", "**|**", "<u>|</u>").to_numpy()
         rows = [[label, *row] for label, row in zip(self.labels, cells, strict=True)]
         above = f"{self.caption}\n\n" if self.caption else ""
         return f"{above}{markdown_table([self.corner, *self.heads], rows)}\n"
 
     def latex(self) -> str:
         """A booktabs table, each number with its interval."""
-        body = self._marked("brackets", r"\textbf{|}", r"\underline{|}", _tex).rename(index=_tex)
+        body = self.texts("brackets", r"\textbf{|}", r"\underline{|}", escape=_tex)
+        body = body.rename(index=_tex)
         heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
         grouped = any(group for group, _ in heads)
         body.columns = pd.MultiIndex.from_tuples(heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +14,6 @@ from ospruner.comparing import compare
 from ospruner.demo.shipped import FORMAT, Reasoner, draw_split
 from ospruner.eval.metrics import AesVariant
 from ospruner.eval.results import Results
-from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
 
@@ -86,18 +84,3 @@ def test_the_commands_replay_report_and_compare(
         run("--set", "benchmark=other", *common[2:], "--out", out)
     with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
         run(*common, "--limit", "0", "--out", str(tmp_path / "x"))
-
-
-def test_ungraded_labels_and_shared_problems_are_refused(
-    reasoner: Reasoner, tmp_path: Path
-) -> None:
-    labels = tmp_path / "labels"
-    rows = reasoner.label(draw_split("test", 4, 0), labels, seed=11)
-    with pytest.raises(ValueError, match="4 problems, such as .* what is chosen on a problem must"):
-        compare(labels, [], choose_on=labels)
-    ungraded = rows.map(
-        lambda row: {"forced_correct": [None] * len(row["step_ends"])}, features=rows.features
-    )
-    stored = dataclasses.replace(load_labels(labels), traces=ungraded)
-    with pytest.raises(ValueError, match="the labels are not graded"):
-        compare(stored, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,23 +99,6 @@ def test_gap_closed() -> None:
     # Where tokens are dear, stopping at once is the best: R = -.5 at once, 1 - 2.5 in full; the
     # oracle: at once, or step 2 where it is right (1 - 1 = 0 for 6 of 10, and -.5 for the others).
     assert gap_closed([], 0.05).value == pytest.approx((-0.5 + 1.5) / (-0.2 + 1.5))
-
-
-def test_in_each_resample_the_choice_is_made_again() -> None:
-    """On validation two rules differ by one problem, on test by all: the interval holds both."""
-    table = table_of([[0.0, 1.0, 1.0, 1.0]] * 20)
-    first = replay_step(table, 2)
-    other = replace(first, correct=first.correct.copy())
-    first.correct[0], other.correct[1] = 0, 0  # each is wrong on one problem
-    other.correct[2] = 0  # and this one on one more
-    right, wrong = (replace(first, correct=np.full(20, x)) for x in (1.0, 0.0))
-    rules = method([right, wrong], [first, other])
-    closed = gap_closed(rules, 0.02, table, 400)
-    assert closed.value == pytest.approx(1)  # with the oracle, which stops there, too
-    assert closed.low < 0  # where the draw of validation problems prefers the other
-    area = Estimate.of(frontiers({"m": rules}, table, table, replicates=400)[0].loc[0], "area")
-    assert area.high == pytest.approx(area.value)
-    assert area.low < area.value - 0.1
 
 
 def test_prices_suit_the_lengths() -> None:

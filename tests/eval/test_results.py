@@ -24,7 +24,7 @@ from ospruner.eval.results import (
     price_name,
 )
 
-from ..made_results import make_result
+from ..made_results import make_result, spread
 from .evaluations import make_evaluation, save_comparison
 
 SOME, NONE = Estimate(0.1, 0.05, 0.2), Estimate(math.nan, math.nan, math.nan)
@@ -35,17 +35,17 @@ WHOLE = Results(
         [
             make_result("full trace", 0.7, 200),
             make_result("OS-Pruner", 0.69, 110, 5e-5, "price", chosen=True),
-            make_result("hindsight oracle", 0.8, 50, kind="limit") | NONE.spread("aes"),
+            make_result("hindsight oracle", 0.8, 50, kind="limit") | spread("aes", NONE),
         ]
     ),
     differences=frame_of(
-        [{"rule": "OS-Pruner price=5e-5", "other": "full trace", **SOME.spread("tokens")}],
+        [{"rule": "OS-Pruner price=5e-5", "other": "full trace", **spread("tokens", SOME)}],
         "differences",
     ),
     frontiers=frame_of(
         [
-            {"method": "OS-Pruner", **SOME.spread("area"), **NONE.spread("lead")},
-            {"method": "p", **SOME.spread("area"), **SOME.spread("lead")},
+            {"method": "OS-Pruner", **spread("area", SOME), **spread("lead", NONE)},
+            {"method": "p", **spread("area", SOME), **spread("lead", SOME)},
         ],
         "frontiers",
     ),
