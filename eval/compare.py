@@ -23,7 +23,7 @@ import pandas as pd
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Evaluation, Rule, chosen, trace_hash, validation_scores
+from .evaluation import Evaluation, Rule, choose, trace_hash
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
 from .measured import Measured, Predicted, Split, family_thresholds, measure
@@ -244,15 +244,13 @@ def report_of(recorded: Recorded) -> Report:
         there = others[0].table
         full, fixed = replay_full(there), fixed_rules(there, table)
         for of in of_method.values():
-            found = validation_scores(of, full, there.problem_index, variant)
-            for one, score in zip(of, found[0].tolist(), strict=True):
+            taken, found = choose(of, full, there.problem_index, variant)
+            for one, score in zip(of, found.tolist(), strict=True):
                 scores[one.method, one.parameter] = score
-            if len(of) > 1:
-                taken, number = chosen(of, found)
-                rules[rules.index(of[number])] = taken
+                if len(of) > 1 and one.parameter == taken.parameter:
+                    rules[rules.index(one)] = taken
         for name, of in fixed.items():
-            found = validation_scores(of, full, there.problem_index, variant)
-            taken, _ = chosen(of, found)
+            taken, _ = choose(of, full, there.problem_index, variant)
             limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
         # Rules that anyone has, and the one that knows the grades, beside the methods.
         everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}

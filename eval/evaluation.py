@@ -53,7 +53,7 @@ class Rule:
         seeds: each training seed's outcome, where there are several.
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
-        among: the rules from which validation chose it (`chosen`); its intervals then contain the
+        among: the rules from which validation chose it (`choose`); its intervals then contain the
             choice.
         picks: (1 + B,) which of these is chosen on all validation traces, and in each resample.
     """
@@ -83,16 +83,17 @@ class Rule:
         return self.seeds or (self.outcome,)
 
 
-def validation_scores(
+def choose(
     rules: Sequence[Rule],
     full: Outcome,
     problem_index: IntArray,
     variant: AesVariant = AES_ABSOLUTE,
     replicates: int = REPLICATES,
-) -> FloatArray:
-    """(1 + B, R) the AES of rules on all traces to choose on, and in each resample.
+) -> tuple[Rule, FloatArray]:
+    """The rule of the highest AES on validation, the first of equals; and the AES of all.
 
-    Resamples of problems differ from the test's, those of training seeds are the same.
+    It remembers the choice, here and in each resample. Resamples of problems differ from the
+    test's, those of training seeds are the same.
     """
     blocks = [(full,), *(rule.validation for rule in rules)]
     names = ("tokens", "correct", "answer_tokens")
@@ -100,17 +101,9 @@ def validation_scores(
     tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
     if variant.charge == "generated":
         tokens = tokens + answer_tokens
-    return variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
-
-
-def chosen(rules: Sequence[Rule], scores: FloatArray) -> tuple[Rule, int]:
-    """The rule of the highest score (1 + B, R), which remembers the choice, and its number.
-
-    Of equals it is the first.
-    """
+    scores = variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
     picks = np.nanargmax(scores, axis=1)
-    number = int(picks[0])
-    return dataclasses.replace(rules[number], among=rules, picks=picks), number
+    return dataclasses.replace(rules[int(picks[0])], among=rules, picks=picks), scores[0]
 
 
 def resampled(

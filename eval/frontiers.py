@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from .evaluation import REPLICATES, Rule, intervals, resampled, validation_scores
+from .evaluation import REPLICATES, Rule, choose, intervals, resampled
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import hindsight_oracle, replay_full, replay_step
 from .results import frame_of, price_name
@@ -116,9 +116,8 @@ def frontiers(
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
         if not chosen and rules:
-            of = rules, ends[0][0], validation.problem_index, variant, replicates
-            picks = np.nanargmax(validation_scores(*of), axis=1)
-            ours = measured[np.arange(len(picks)), 2 + picks]
+            picks = choose(rules, *ends[0], validation.problem_index, variant, replicates)[0].picks
+            ours = measured[np.arange(1 + replicates), 2 + picks]
         needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
         fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
         numbers["area"].append(areas)

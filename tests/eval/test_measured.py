@@ -8,11 +8,11 @@ from datasets import Dataset
 
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
 from ospruner.eval.measured import (
-    LabelledRow,
     Split,
     family_thresholds,
     measure,
     spread_values,
+    step_ends,
 )
 from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
@@ -124,7 +124,7 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
         stops = []
         for n in range(len(table)):
             decide = family(value, same=split.same).for_row()
-            ends = LabelledRow(split, n, split.dataset[:]).ends()
+            ends = step_ends(split, n, split.dataset[:], np.zeros(2))
             stops.append(next((end.step for end in ends if decide(end)[0]), int(table.last[n])))
         np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)
 
