@@ -129,7 +129,7 @@ class Family:
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", self.method or self.name)
         for signal, asks, reads in _NEEDS:
-            if signal is self.signal:
+            if signal is self.signal and self.asks is ASKS:  # unless another is said
                 object.__setattr__(self, "asks", frozenset(asks.split()))
                 object.__setattr__(self, "reads", reads)
 

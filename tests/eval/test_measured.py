@@ -85,8 +85,11 @@ def test_what_labels_do_not_tell_is_refused() -> None:
         replay_rule(split, TrialConfidence(0.9, transition_words=("Wait",)))
     with pytest.raises(ValueError, match="goes by the entropy of the thinking"):
         replay_rule(split, ThinkJustEnough(0.5))
+    entropies = [[None, *(step[3] for step in steps[1:])] for steps in ROWS.values()]
     nulls = [[None] * len(steps) for steps in ROWS.values()]
-    old = dataset.remove_columns("forced_entropy").add_column("forced_entropy", nulls)
+    bare = dataset.remove_columns("forced_entropy")
+    partly, old = (bare.add_column("forced_entropy", one) for one in (entropies, nulls))
+    assert replay_rule(Split(partly, table, SUFFIX), AnswerEntropy(0.4)).tokens.tolist() == [20, 30]
     with pytest.raises(ValueError, match="forced_entropy is null.*label again"):
         replay_rule(Split(old, table, SUFFIX), AnswerEntropy(0.4))
 
