@@ -18,6 +18,7 @@ from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
 from ospruner.rules import (
     FAMILIES,
+    Agreement,
     AnswerEntropy,
     ThinkJustEnough,
     TrialConfidence,
@@ -70,6 +71,9 @@ def test_the_compute_of_trial_answers_by_hand() -> None:
     assert outcome.flops[0] == stopped + trials
     free = replay_rule(Split(dataset, table, SUFFIX), AnswerEntropy(0.4))
     np.testing.assert_array_equal(outcome.tokens, free.tokens)
+    # What never closed its box, or would have beyond the cap, is no answer.
+    for rule, tokens in ((TrialConfidence(0.95), [30, 30]), (Agreement(2, max_tokens=1), [40, 30])):
+        assert replay_rule(Split(dataset, table, SUFFIX), rule).tokens.tolist() == tokens
     assert compute.tail(charged, 1)[0, 1] == read(0, 25)
     queries, last = compute.tail(charged, 1, queries=True), int(table.last[0])
     assert queries[0, 1] == read(14, 15) + read(24, 25)
