@@ -116,8 +116,8 @@ def frontiers(
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
         if not chosen and rules:
-            picks = choose(rules, *ends[0], validation.problem_index, variant, replicates)[0].picks
-            ours = measured[np.arange(1 + replicates), 2 + picks]
+            taken, _ = choose(rules, *ends[0], validation.problem_index, variant, replicates)
+            ours = measured[np.arange(1 + replicates), 2 + np.asarray(taken.picks)]
         needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
         fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
         numbers["area"].append(areas)

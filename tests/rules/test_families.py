@@ -150,7 +150,8 @@ def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
     assert list(half.measure(ends)) == [0.1, 0.3, 0.35]
     short = parse_rule(f"{file}:SHORT")
     assert isinstance(short, Family)
-    assert (short.method, short(2).asks) == ("short answer", {"trial_answer"})
+    assert short.method == "short answer"
+    assert short(2).asks == frozenset({"trial_answer"})
     with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
 
