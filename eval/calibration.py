@@ -23,6 +23,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
+from scipy.stats import multinomial
 
 from .replay import Outcome, replay_full
 from .table import BoolArray, FloatArray, IntArray, TraceTable
@@ -306,22 +307,16 @@ def _cutoff(n: int, margin: float, level: float) -> float:
     The unknown share of helped problems is looked for on a grid that is dense near 0, where the
     score's distribution changes most; .98 of the level is spent, for what lies between its points.
     """
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     cutoff = math.inf
     for p_help in (1 - margin) / 2 * np.linspace(0.0, 1.0, GRID) ** 2:
         p_harm = p_help + margin
         harmed, helped = np.meshgrid(_likely(n, p_harm), _likely(n, p_help), indexing="ij")
-        neither = n - harmed - helped
-        inside = neither >= 0
-        harmed, helped, neither = harmed[inside], helped[inside], neither[inside]
-        log_p = log_factorial[n] - log_factorial[harmed] - log_factorial[helped]
-        log_p -= log_factorial[neither]
-        for count, p in ((harmed, p_harm), (helped, p_help), (neither, 1 - p_harm - p_help)):
-            with np.errstate(divide="ignore", invalid="ignore"):
-                log_p += np.where(count > 0, count * np.log(max(p, 0.0)), 0.0)
-        score = _score(harmed.astype(float), helped.astype(float), n, margin)
+        counts = np.stack([harmed, helped, n - harmed - helped], axis=-1)
+        counts = counts[counts[..., 2] >= 0]
+        chances = multinomial.pmf(counts, n, [p_harm, p_help, max(1 - p_harm - p_help, 0)])
+        score = _score(counts[:, 0].astype(float), counts[:, 1].astype(float), n, margin)
         order = np.argsort(score)
-        spent = np.cumsum(np.exp(log_p[order]))
+        spent = np.cumsum(chances[order])
         left_out = min(int(spent.searchsorted(0.98 * level)), len(order) - 1)
         cutoff = min(cutoff, float(score[order[left_out]]) - 1e-9)
     return cutoff

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ import pandas as pd
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Evaluation, Rule, chosen, pool_seeds, trace_hash, validation_scores
+from .evaluation import Evaluation, Rule, choose, trace_hash
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
 from .measured import Measured, Predicted, Split, family_thresholds, measure
@@ -35,6 +35,7 @@ from .replay import (
     budget_candidates,
     hindsight_oracle,
     hindsight_oracle_no_loss,
+    pool,
     replay,
     replay_budget,
     replay_drop,
@@ -153,7 +154,7 @@ def compare(
         except ValueError as error:
             if not isinstance(method, Family) or choose_on is None or len(methods) == 1:
                 raise
-            left_out[method.method or method.name] = str(error)
+            left_out[method.method] = str(error)
         else:
             kept.append(method)
     if methods and not kept:
@@ -228,7 +229,7 @@ def report_of(recorded: Recorded) -> Report:
     """Every number of a comparison from what its methods say: no weights, no text."""
     (test, *others), variant = recorded.splits, recorded.variant
     table = test.table
-    rules = _rules_of(recorded)
+    rules = _compared(recorded)
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
@@ -243,16 +244,13 @@ def report_of(recorded: Recorded) -> Report:
         there = others[0].table
         full, fixed = replay_full(there), fixed_rules(there, table)
         for of in of_method.values():
-            found = validation_scores(of, full, there.problem_index, variant)
-            scores |= {
-                (one.method, one.parameter): x for one, x in zip(of, found[0].tolist(), strict=True)
-            }
-            if len(of) > 1:
-                taken, number = chosen(of, found)
-                rules[rules.index(of[number])] = taken
+            taken, found = choose(of, full, there.problem_index, variant)
+            for one, score in zip(of, found.tolist(), strict=True):
+                scores[one.method, one.parameter] = score
+                if len(of) > 1 and one.parameter == taken.parameter:
+                    rules[rules.index(one)] = taken
         for name, of in fixed.items():
-            found = validation_scores(of, full, there.problem_index, variant)
-            taken, _ = chosen(of, found)
+            taken, _ = choose(of, full, there.problem_index, variant)
             limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
         # Rules that anyone has, and the one that knows the grades, beside the methods.
         everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}
@@ -285,13 +283,13 @@ FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the e
 def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
     """Of each kind in `FIXED` the rules to choose from, with their outcomes on both tables."""
     steps = range(1, int(validation.num_steps.max()) + 1)
-    kinds: tuple[tuple[Callable[[TraceTable, int], Outcome], Iterable[int]], ...] = (
+    kinds = (
         (replay_budget, budget_candidates(validation)),
         (replay_step, steps),
         (replay_drop, steps),
     )
     return {
-        name: [_rule(name, float(v), unit, [does(test, v), does(validation, v)]) for v in values]
+        name: _knowing(name, unit, does, values, validation, test)
         for (name, unit), (does, values) in zip(FIXED.items(), kinds, strict=True)
     }
 
@@ -299,49 +297,48 @@ def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule
 def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
     """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
     prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
-    both = test, validation
-    return [
-        _rule(ORACLE, one, "price", [hindsight_oracle(table, one) for table in both])
-        for one in prices
-    ]
+    return _knowing(ORACLE, "price", hindsight_oracle, prices, validation, test)
 
 
-def _rules_of(recorded: Recorded) -> list[Rule]:
-    """Every setting as a rule, its training seeds pooled, policies first."""
+def _knowing(
+    method: str, unit: str, does: Any, values: Iterable[float], *both: TraceTable
+) -> list[Rule]:
+    """A method that reads a table alone, at these parameters; validation stands before test."""
+    found = ((one, *(does(table, one) for table in both)) for one in values)
+    return [Rule(method, test, float(one), unit, validation=(there,)) for one, there, test in found]
+
+
+def _compared(recorded: Recorded) -> list[Rule]:
+    """Every setting of every method as a rule, policies first.
+
+    Policies of one method and parameter are its training seeds.
+    """
     splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
-    rules = []
-    for use in _with_thresholds(uses, splits[1]) if len(splits) > 1 else uses:
-        found = [replay_use(use, split) for split in splits]
-        rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
+    settings: list[PolicyUse | StopRule] = [*uses]
+    if len(splits) > 1:
+        settings = [*_with_thresholds(uses, splits[1])]
     for method in recorded.methods:
-        if isinstance(method, PolicyUse):
-            continue
-        measured = [split.rules[key_of(method)] for split in splits]
-        family = method.family if isinstance(method, StopRule) else method
-        thresholds: Sequence[float]
         if isinstance(method, StopRule):
-            thresholds = [method.threshold]
-        else:
-            thresholds = family_thresholds(family, measured[-1].signals)
-        for value in thresholds:
-            both = zip(measured, splits, strict=True)
-            found = [one.outcome(split.table, family, value) for one, split in both]
-            rules.append(_rule(family.method or family.name, value, family.parameter_name, found))
-    trained = {use.method for use in uses}  # whose rules of one name are training seeds
-    pooled = pool_seeds(rules)
-    for rule in pooled:
-        if len(rule.seeds) > 1 and rule.method not in trained:
+            settings.append(method)
+        elif isinstance(method, Family):
+            signals = splits[-1].rules[key_of(method)].signals
+            settings += [method(value) for value in family_thresholds(method, signals)]
+    groups: dict[tuple[str, float | None], list[PolicyUse | StopRule]] = {}
+    for one in settings:
+        groups.setdefault((one.method, one.parameter), []).append(one)
+    rules = []
+    for (name, parameter), of in groups.items():
+        test, *there = (tuple(outcome_of(one, split) for one in of) for split in splits)
+        validation = there[0] if there else ()
+        rule = Rule(name, pool(test), parameter, of[0].parameter_name, test, validation)
+        if len(of) > 1 and not isinstance(of[0], PolicyUse):
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
                 "(rules.Family(name, function), or dataclasses.replace(rules.Deer, method=name))"
             )
-    return pooled
-
-
-def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
-    """A rule from its outcomes on the test traces and, where there are, on those to choose on."""
-    return Rule(method, found[0], parameter, name, validation=tuple(found[1:]))
+        rules.append(rule)
+    return rules
 
 
 def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[PolicyUse]:
@@ -352,26 +349,25 @@ def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[Policy
     """
     free = np.arange(choose_on.table.mask.shape[1]) < choose_on.table.last[:, None]
     found: dict[tuple[str, float | None, float | None], PolicyUse] = {}
-    grids: dict[str, tuple[float, ...]] = {}
     for use in uses:
         thresholds: Sequence[float | None] = [use.threshold]
         if use.by_name and not use.is_ours:
-            if use.method not in grids:
-                seeds = {one.path for one in uses if one.by_name and one.method == use.method}
-                said = [choose_on.policies[path].probabilities() for path in sorted(seeds)]
-                signals = np.where(free, np.stack(said), np.nan)
-                grids[use.method] = family_thresholds(LEARN_STOP, signals)  # of probabilities, too
-            thresholds = grids[use.method]
+            seeds = {one.path for one in uses if one.by_name and one.method == use.method}
+            said = [choose_on.policies[path].probabilities() for path in sorted(seeds)]
+            signals = np.where(free, np.stack(said), np.nan)
+            thresholds = family_thresholds(LEARN_STOP, signals)  # of probabilities, too
         for value in thresholds:
-            key = use.path, use.asked_price, value
-            found.setdefault(key, dataclasses.replace(use, threshold=value))
+            one = dataclasses.replace(use, threshold=value)
+            found.setdefault((use.path, use.asked_price, value), one)
     return list(found.values())
 
 
-def replay_use(use: PolicyUse, split: Split) -> Outcome:
-    """What a policy does on labelled traces, charged for what it computes to decide."""
-    said, table = split.policies[use.path], split.table
+def outcome_of(one: PolicyUse | StopRule, split: Split) -> Outcome:
+    """What a policy, charged for what it computes to decide, or a rule does on labelled traces."""
+    if isinstance(one, StopRule):
+        return split.rules[key_of(one)].outcome(split.table, one)
+    said, table = split.policies[one.path], split.table
     if table.flops is not None and said.flops is not None:
         table = dataclasses.replace(table, flops=table.flops + said.flops)
-    pi = said.probabilities(use.price if use.is_ours else None)
-    return replay(table, pi, use.threshold, said.read_tokens)
+    pi = said.probabilities(one.price if one.is_ours else None)
+    return replay(table, pi, one.threshold, said.read_tokens)

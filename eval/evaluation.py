@@ -19,8 +19,10 @@ import pandas as pd
 
 from .methods import FRONTIER, ORACLE
 from .metrics import AES_ABSOLUTE, AesVariant, reduction
-from .replay import Outcome, pool
+from .replay import Outcome
 from .results import (
+    ENDS,
+    FIRST,
     NAMED,
     Estimate,
     Results,
@@ -33,11 +35,10 @@ from .results import (
 from .table import FloatArray, IntArray, TraceTable
 
 REPLICATES = 2_000
-_BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
 _MEANS = tuple(one.name for one in dataclasses.fields(Outcome))
 
 Numbers = dict[str, FloatArray]
-"""Numbers of one rule by name: on all traces, then on each resample, (1 + B,)."""
+"""Numbers of R rules by name: on all traces, then on each resample, (1 + B, R)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Rule:
         seeds: each training seed's outcome, where there are several.
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
-        among: the rules from which validation chose it (`chosen`); its intervals then contain the
+        among: the rules from which validation chose it (`choose`); its intervals then contain the
             choice.
         picks: (1 + B,) which of these is chosen on all validation traces, and in each resample.
     """
@@ -82,34 +83,17 @@ class Rule:
         return self.seeds or (self.outcome,)
 
 
-def pool_seeds(rules: Sequence[Rule]) -> list[Rule]:
-    """Rules of one method and parameter as one rule, with each as a training seed.
-
-    They are on the same traces, and stay in order of first appearance.
-    """
-    groups: dict[tuple[str, float | None], list[Rule]] = {}
-    for rule in rules:
-        groups.setdefault((rule.method, rule.parameter), []).append(rule)
-    pooled = []
-    for of in groups.values():
-        seeds = tuple(rule.outcome for rule in of)
-        validation = tuple(one for rule in of for one in rule.validation)
-        pooled.append(
-            dataclasses.replace(of[0], outcome=pool(seeds), seeds=seeds, validation=validation)
-        )
-    return pooled
-
-
-def validation_scores(
+def choose(
     rules: Sequence[Rule],
     full: Outcome,
     problem_index: IntArray,
     variant: AesVariant = AES_ABSOLUTE,
     replicates: int = REPLICATES,
-) -> FloatArray:
-    """(1 + B, R) the AES of rules on all traces to choose on, and in each resample.
+) -> tuple[Rule, FloatArray]:
+    """The rule of the highest AES on validation, the first of equals; and the AES of all.
 
-    Resamples of problems differ from the test's, those of training seeds are the same.
+    It remembers the choice, here and in each resample. Resamples of problems differ from the
+    test's, those of training seeds are the same.
     """
     blocks = [(full,), *(rule.validation for rule in rules)]
     names = ("tokens", "correct", "answer_tokens")
@@ -117,17 +101,9 @@ def validation_scores(
     tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
     if variant.charge == "generated":
         tokens = tokens + answer_tokens
-    return variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
-
-
-def chosen(rules: Sequence[Rule], scores: FloatArray) -> tuple[Rule, int]:
-    """The rule of the highest score (1 + B, R), which remembers the choice, and its number.
-
-    Of equals it is the first.
-    """
+    scores = variant(accuracy[:, 1:], tokens[:, 1:], accuracy[:, :1], tokens[:, :1])
     picks = np.nanargmax(scores, axis=1)
-    number = int(picks[0])
-    return dataclasses.replace(rules[number], among=rules, picks=picks), number
+    return dataclasses.replace(rules[int(picks[0])], among=rules, picks=picks), scores[0]
 
 
 def resampled(
@@ -172,15 +148,9 @@ def bootstrap_means(
     problems = int(problem_index.max()) + 1
     sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
     np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
-    rng = np.random.default_rng(seed)
     uniform = np.full(problems, 1.0 / problems)
-    block = max(1, _BLOCK_ENTRIES // problems)
-    totals = np.concatenate(
-        [
-            rng.multinomial(problems, uniform, size=min(block, replicates - start)) @ sums
-            for start in range(0, replicates, block)
-        ]
-    )  # (B, K+1)
+    drawn = np.random.default_rng(seed).multinomial(problems, uniform, size=replicates)  # (B, P)
+    totals = drawn @ sums  # (B, K+1)
     means: FloatArray = totals[:, :-1] / totals[:, -1:]
     return means
 
@@ -195,29 +165,17 @@ def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
     return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
 
 
-def bootstrap_interval(
-    values: FloatArray,
-    problem_index: IntArray,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> Estimate:
-    """The mean over traces of values (N,) with its percentile interval by problem.
+def intervals(numbers: Numbers) -> pd.DataFrame:
+    """The numbers on all traces, each beside the ends of the 95 % interval of its resamples.
 
-    One problem alone, or one that never varies, has no width: it is an interval of this sample, not
-    of all that may happen.
+    Where one has no value, it is left out. Of one problem alone, or values that never vary, there
+    is no width: it is an interval of this sample, not of all that may happen.
     """
-    means = bootstrap_means(values[:, None], problem_index, replicates, seed)
-    return estimate(np.append(values.mean(), means))
-
-
-def estimate(values: FloatArray) -> Estimate:
-    """The first of (1 + B,) values with the 95 % interval of the others, NaNs left out."""
-    value, resampled = float(values[0]), values[1:]
-    finite = resampled[~np.isnan(resampled)]
-    if not finite.size:
-        return Estimate(value, float("nan"), float("nan"))
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return Estimate(value, float(low), float(high))
+    columns: Numbers = {}
+    for name, values in numbers.items():
+        ends = pd.DataFrame(values[1:]).quantile([0.025, 0.975]).to_numpy()
+        columns |= {name + end: one for end, one in zip(ENDS, (values[0], *ends), strict=True)}
+    return pd.DataFrame(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,8 +207,8 @@ class Evaluation:
         return self.rules[0].outcome
 
     @cached_property
-    def _means(self) -> list[Numbers]:
-        """Of each rule and limit; a resample chooses again what was chosen."""
+    def _means(self) -> Numbers:
+        """Of all rules and limits; a resample chooses again what was chosen."""
         everything = [*self.rules, *self.limits]
 
         def means_of(rules: Sequence[Rule]) -> FloatArray:
@@ -263,29 +221,24 @@ class Evaluation:
                 taken, place = np.unique(rule.picks, return_inverse=True)
                 means = means_of([rule.among[k] for k in taken])
                 found[:, number] = means[np.arange(len(place)), place]
-        return [dict(zip(_MEANS, means.T, strict=True)) for means in found.swapaxes(0, 1)]
+        return dict(zip(_MEANS, found.transpose(2, 0, 1), strict=True))
 
     def frame(
         self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
     ) -> pd.DataFrame:
         """A row for each rule and each limit, with rewards at prices of a token; see `Results`."""
-        rows: list[dict[str, Any]] = []
-        for rule, own in zip([*self.rules, *self.limits], self._means, strict=True):
-            row: dict[str, Any] = {
-                "kind": "rule" if len(rows) < len(self.rules) else "limit",
-                "method": rule.method,
-                "parameter": rule.parameter,
-                "parameter_name": rule.parameter_name,
-                "setting": rule.setting,
+        rows = [
+            {
+                "kind": kind,
+                **{name: getattr(rule, name) for name in FIRST["frame"][1:-1]},
                 "chosen": bool(rule.among),
             }
-            for name, values in _numbers(own, self._means[0], variant, prices).items():
-                row |= estimate(values).spread(name)
-            problems = len(np.unique(self.problem_index))
-            rows.append(
-                row | {"aes_label": variant.label, "traces": len(self), "problems": problems}
-            )
-        return frame_of(rows)
+            for kind, rules in (("rule", self.rules), ("limit", self.limits))
+            for rule in rules
+        ]
+        frame = pd.DataFrame(rows).join(intervals(_numbers(self._means, variant, prices)))
+        problems = len(np.unique(self.problem_index))
+        return frame_of(frame.assign(aes_label=variant.label, traces=len(self), problems=problems))
 
     def differences(self, variant: AesVariant = AES_ABSOLUTE) -> pd.DataFrame:
         """Paired differences of one method's best rule to every other method's, of `main_rows`.
@@ -298,15 +251,13 @@ class Evaluation:
         if not methods:
             return frame_of([], "differences")
         ours = places.pop(FRONTIER if FRONTIER in places else methods[0])
-        full, rows = self._means[0], []
-        left = _numbers(self._means[ours], full, variant)
-        for other in places.values():
-            right = _numbers(self._means[other], full, variant)
-            row: dict[str, Any] = {"rule": self.rules[ours].name, "other": self.rules[other].name}
-            for name in ("accuracy", "tokens", "reduction", "aes"):
-                row |= estimate(left[name] - right[name]).spread(name)
-            rows.append(row)
-        return frame_of(rows, "differences")
+        others, numbers = list(places.values()), _numbers(self._means, variant)
+        apart = {
+            name: numbers[name][:, [ours]] - numbers[name][:, others]
+            for name in ("accuracy", "tokens", "reduction", "aes")
+        }
+        rows = [{"rule": self.rules[ours].name, "other": self.rules[one].name} for one in others]
+        return frame_of(pd.DataFrame(rows).join(intervals(apart)), "differences")
 
     def results(self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()) -> Results:
         """Every number with its interval.
@@ -314,7 +265,7 @@ class Evaluation:
         Raises:
             ValueError: `settings` does not name the evaluation.
         """
-        said, natural = self.settings, self.natural_correct
+        said = self.settings
         if missing := [name for name in NAMED if not said.get(name)]:
             raise ValueError(f"settings lacks {missing}; an evaluation is named by {list(NAMED)}")
         setting = [said["model"], f"{said['answer']} answers", said["mode"]]
@@ -325,12 +276,18 @@ class Evaluation:
             setting=", ".join(setting),
             frame=self.frame(variant, prices),
             differences=self.differences(variant),
-            # One without a verdict counts as wrong.
-            natural_accuracy=None
-            if natural is None or np.isnan(natural).all()
-            else bootstrap_interval(np.nan_to_num(natural), self.problem_index),
+            natural_accuracy=self._natural(),
             about={"settings": dict(said), **self._whence()},
         )
+
+    def _natural(self) -> Estimate | None:
+        """Accuracy of the natural answers; one without a verdict counts as wrong."""
+        if self.natural_correct is None or np.isnan(self.natural_correct).all():
+            return None
+        right = np.nan_to_num(self.natural_correct)
+        drawn = bootstrap_means(right[:, None], self.problem_index)
+        found = intervals({"right": np.concatenate([[[right.mean()]], drawn])})
+        return Estimate.of(found.iloc[0], "right")
 
     def _whence(self) -> dict[str, Any]:
         """How much of what rules save is of traces that are hopeless, or were cut at their cap.
@@ -368,10 +325,9 @@ def of_probabilities(settings: Mapping[str, Any]) -> bool:
     return bool(task.get("labels") == "probability")
 
 
-def _numbers(
-    own: Numbers, full: Numbers, variant: AesVariant, prices: Sequence[float] = ()
-) -> Numbers:
-    """The numbers of a frame's row from a rule's means and those of the full traces."""
+def _numbers(own: Numbers, variant: AesVariant, prices: Sequence[float] = ()) -> Numbers:
+    """The numbers of a frame from the rules' means, of which the first are the full traces'."""
+    full = {name: values[:, :1] for name, values in own.items()}
     generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
     computed = own["flops"] / full["flops"]
     paid, base = {

@@ -9,13 +9,13 @@ mean accuracy over all lengths between the two trivial rules' own.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from .evaluation import REPLICATES, Rule, estimate, resampled, validation_scores
+from .evaluation import REPLICATES, Rule, choose, intervals, resampled
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import hindsight_oracle, replay_full, replay_step
 from .results import frame_of, price_name
@@ -101,8 +101,10 @@ def frontiers(
         The frame of `Results.frontiers`, and of each method the numbers of the rules that its
         frontier is made of, the two trivial rules left out.
     """
-    rows, chosen, first = [], {}, None
+    chosen: dict[str, list[int]] = {}
     ours = np.full((1 + replicates, 2), np.nan)  # tokens and accuracy of the first's setting
+    numbers: dict[str, list[FloatArray]] = defaultdict(list)  # (1 + B,) of each method
+    validation_areas, nothing = [], np.full(1 + replicates, np.nan)
     oracles = [(hindsight_oracle(test, price),) for price in prices]
     ends, test_ends = ([(replay_full(one),), (replay_step(one, 1),)] for one in (validation, test))
     for method, rules in methods.items():
@@ -113,27 +115,23 @@ def frontiers(
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
-        if first is None:
-            first = areas
-            if rules:
-                of = rules, ends[0][0], validation.problem_index, variant, replicates
-                picks = np.nanargmax(validation_scores(*of), axis=1)
-                ours = measured[np.arange(len(picks)), 2 + picks]
-        there = _on_hull(chosen_on[0], chosen_on[0])
-        row: dict[str, Any] = {"method": method, "validation_area": area(there)}
-        row |= estimate(areas).spread("area")
+        if not chosen and rules:
+            taken, _ = choose(rules, *ends[0], validation.problem_index, variant, replicates)
+            ours = measured[np.arange(1 + replicates), 2 + np.asarray(taken.picks)]
         needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
         fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
-        itself = np.full(2, np.nan)
-        row |= estimate(itself if first is areas else first - areas).spread("lead")
-        row |= estimate(itself if first is areas else fewer).spread("fewer")
+        numbers["area"].append(areas)
+        numbers["lead"].append(numbers["area"][0] - areas if chosen else nothing)
+        numbers["fewer"].append(fewer if chosen else nothing)
         for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
             rewards, before = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
             share = _gap_closed(before, rewards[:, own], rewards[:, oracle])
-            row |= estimate(share).spread(f"gap@{price_name(price)}")
-        rows.append(row)
+            numbers[f"gap@{price_name(price)}"].append(share)
+        validation_areas.append(area(_on_hull(chosen_on[0], chosen_on[0])))
         chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]
-    return frame_of(rows, "frontiers"), chosen
+    found = intervals({name: np.stack(of, axis=1) for name, of in numbers.items()})
+    frame = pd.DataFrame({"method": list(methods), "validation_area": validation_areas})
+    return frame_of(frame.join(found), "frontiers"), chosen
 
 
 def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) -> FloatArray:

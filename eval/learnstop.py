@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from scipy.special import expit
 from ospruner.rules.families import Family
 from ospruner.rules.signals import REFLECTION, StepEnd
 
-from .measured import LabelledRow, Measured, Split
+from .measured import Measured, Split
 from .table import BoolArray, FloatArray, TraceTable
 
 
@@ -83,8 +84,9 @@ def features_of(split: Split) -> FloatArray:
     parts = [np.log1p(steps), lengths / scale, own / scale]
     if split.decode is not None:
         words = np.zeros(table.mask.shape)  # whether a step holds a backtracking word
-        for n in range(len(table)):
-            texts = [end.step_text().lower() for end in LabelledRow(split, n, {}).ends(True)]
+        for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
+            bounds = pairwise([0, *row["step_ends"]])
+            texts = [split.decode(row["trace_ids"][a:b]).lower() for a, b in bounds]
             words[n, : len(texts)] = [any(word in text for word in REFLECTION) for text in texts]
         shares = np.cumsum(words, axis=1) / np.maximum(steps, 1)
         parts.append(np.where(table.mask, shares, 0.0))

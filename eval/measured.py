@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -150,15 +150,17 @@ class Measured:
     probe_tokens: FloatArray
     probe_flops: FloatArray
 
-    def outcome(self, table: TraceTable, family: Family, threshold: float) -> Outcome:
+    def outcome(self, table: TraceTable, rule: StopRule) -> Outcome:
         """What the rule of a threshold does."""
-        reached = family.reached(self.signals, threshold)
+        reached = rule.family.reached(self.signals, rule.threshold)
         stops = np.where(reached.any(axis=1), reached.argmax(axis=1), table.last)
         return replay_at(table, stops, self.probe_tokens, self.probe_flops)
 
 
-class LabelledRow:
-    """A labelled trace as the row of a rule; counts what its trial answers generate.
+def step_ends(
+    split: Split, row: int, answers: dict[str, list[Any]], spent: FloatArray
+) -> Iterator[StepEnd]:
+    """The step ends of a labelled trace, but for the natural end, which needs no decision.
 
     A transition word is one that the trace itself went on with. Generate looks at the most likely
     next token instead, before it is sampled: under greedy decoding the two are the same.
@@ -167,53 +169,34 @@ class LabelledRow:
         split: the traces.
         row: the trace's number.
         answers: the columns of trial answers, of all traces.
+        spent: (2,) tokens and operations, to which those of its trial answers are added.
     """
 
-    def __init__(self, split: Split, row: int, answers: dict[str, list[Any]]) -> None:
-        self.probe_tokens, self.probe_flops = 0, 0.0
-        self._split, self._row, self._answers = split, row, answers
-        self._trace: list[int] | None = None
+    @cache
+    def trace() -> list[int]:
+        ids: list[int] = split.dataset[row]["trace_ids"]
+        return ids
 
-    def ends(self, natural: bool = False) -> Iterator[StepEnd]:
-        """The step ends in order; the natural end, which needs no decision, where asked for."""
-        lengths, before = self._split.table.lengths[self._row].tolist(), 0
-        for step in range(int(self._split.table.last[self._row]) + natural):
-            end = lengths[step]
-            yield StepEnd(
-                row=self._row,
-                step=step,
-                thinking_tokens=end,
-                may_stop=True,
-                trial_answer=partial(self._trial_answer, step, end),
-                next_text=partial(self._text, end, end + 1),
-                step_text=partial(self._text, before, end),
-                thinking_entropy=partial(self._thinking_entropy, step),
-            )
-            before = end
+    def text(start: int, end: int) -> str:
+        if split.decode is None:
+            raise ValueError("a rule reads the thinking, and the base's tokenizer is not at hand")
+        return split.decode(trace()[start:end])
 
-    def _thinking_entropy(self, step: int) -> float:
-        if self._split.thinking_entropy is None:
+    def entropy_of(step: int) -> float:
+        if split.thinking_entropy is None:
             raise ValueError(
                 "a rule goes by the entropy of the thinking, which labels do not keep: let the "
                 "base be at hand (base=)"
             )
-        return float(self._split.thinking_entropy()[self._row, step])
+        return float(split.thinking_entropy()[row, step])
 
-    def _text(self, start: int, end: int) -> str:
-        if self._split.decode is None:
-            raise ValueError("a rule reads the thinking, and the base's tokenizer is not at hand")
-        if self._trace is None:
-            self._trace = self._split.dataset[self._row]["trace_ids"]
-        return self._split.decode(self._trace[start:end])
-
-    def _trial_answer(self, step: int, end: int, max_tokens: int) -> TrialAnswer:
+    def trial_answer(step: int, end: int, max_tokens: int) -> TrialAnswer:
         """The answer that was forced here when labelling, cut to so many tokens."""
-        split = self._split
-        text, whole_tokens, *numbers = (self._answers[n][self._row][step] for n in _ANSWER_COLUMNS)
+        text, whole_tokens, *numbers = (answers[name][row][step] for name in _ANSWER_COLUMNS)
         tokens = min(whole_tokens, max_tokens)
-        self.probe_tokens += split.suffix_tokens + tokens
+        spent[0] += split.suffix_tokens + tokens
         if split.compute is not None:
-            self.probe_flops += split.compute.trial(self._row, end, tokens)
+            spent[1] += split.compute.trial(row, end, tokens)
         complete = bool(text) and tokens == whole_tokens
         logprob, entropy, whole = (math.nan if x is None else x for x in numbers)
         return TrialAnswer(
@@ -224,6 +207,20 @@ class LabelledRow:
             text=text if complete else "",
             whole_entropy=whole,
         )
+
+    lengths, before = split.table.lengths[row].tolist(), 0
+    for step, end in enumerate(lengths[: split.table.last[row]]):
+        yield StepEnd(
+            row=row,
+            step=step,
+            thinking_tokens=end,
+            may_stop=True,
+            trial_answer=partial(trial_answer, step, end),
+            next_text=partial(text, end, end + 1),
+            step_text=partial(text, before, end),
+            thinking_entropy=partial(entropy_of, step),
+        )
+        before = end
 
 
 def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measured:
@@ -248,10 +245,10 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
     signals = np.full(table.mask.shape, np.nan)
     tokens, flops = np.zeros(table.mask.shape), np.zeros(table.mask.shape)
     for n in range(len(table)):
-        row = LabelledRow(split, n, answers)
-        for step, signal in enumerate(rule.measure(row.ends())):
+        spent = np.zeros(2)
+        for step, signal in enumerate(rule.measure(step_ends(split, n, answers, spent))):
             signals[n, step] = signal
-            tokens[n, step:], flops[n, step:] = row.probe_tokens, row.probe_flops
+            tokens[n, step:], flops[n, step:] = spent
     return Measured(signals, tokens, flops)
 
 

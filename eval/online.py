@@ -123,12 +123,12 @@ def evaluate_online(
             f"samples is {settings.samples_per_problem} at temperature 0: greedy samples are all "
             "alike; take one"
         )
-    named: dict[str, How] = {}
-    for how in (None, *methods):
-        method, parameter, of = _named(how)
-        if (key := f"{method} {of}={parameter}") in named:
+    named: dict[str, tuple[How, str, float | None, str]] = {f"{FULL} =None": (None, FULL, None, "")}
+    for how in methods:
+        key = f"{how.method} {how.parameter_name}={how.parameter}"
+        if key in named:
             raise ValueError(f"two methods are {key!r}; give each method once")
-        named[key] = how
+        named[key] = how, how.method, how.parameter, how.parameter_name
     identity = {
         **about,
         "answer": settings.answer,
@@ -150,27 +150,18 @@ def evaluate_online(
             found = read_checked(kept, "delete it, and its batch is generated again")["rows"]
             rows = [SampleRow(**row) for row in found]
         else:
-            rows = generate(named[key], problems[start : start + batch_problems], start)
+            rows = generate(named[key][0], problems[start : start + batch_problems], start)
             if kept is not None:
                 write_checked(kept, {"method": key, "rows": [vars(row) for row in rows]})
         done[key] += rows
         progress("generate", number, len(tasks))
     full, *_ = done.values()
-    rules = []
-    for how, rows in zip(named.values(), done.values(), strict=True):
-        method, parameter, of = _named(how)
-        rules.append(Rule(method, _outcome(rows, full), parameter, of))
+    rules = [
+        Rule(method, _outcome(rows, full), parameter, of)
+        for (_, method, parameter, of), rows in zip(named.values(), done.values(), strict=True)
+    ]
     index = np.repeat(np.arange(len(problems)), settings.samples_per_problem)
     return Evaluation(rules, index, settings=identity)
-
-
-def _named(how: How) -> tuple[str, float | None, str]:
-    """Method, parameter and its name, as tables have them."""
-    if how is None:
-        return FULL, None, ""
-    if isinstance(how, PolicyUse):
-        return how.method, how.parameter, how.parameter_name
-    return how.method, how.threshold, how.family.parameter_name
 
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:

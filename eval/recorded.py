@@ -150,7 +150,6 @@ def _told(method: Method, names: Mapping[str, str]) -> dict[str, Any]:
     family = method.family if isinstance(method, StopRule) else method
     threshold = method.threshold if isinstance(method, StopRule) else None
     own = {name: vars(family)[name] for name in _FAMILY}
-    own["method"] = family.method or family.name
     return {"rule": key_of(method), "threshold": threshold, **own}
 
 
@@ -194,11 +193,9 @@ def _columns(name: str, split: Split, names: Mapping[str, str]) -> pa.Table:
     }
     if table.flops is not None:
         columns["flops"] = ragged(table.flops)
-    for path, said in split.policies.items():
-        own = {"outputs": said.outputs, "flops": said.flops, "read_tokens": said.read_tokens}
-        columns |= {f"{names[path]}: {k}": ragged(v) for k, v in own.items() if v is not None}
-    for key, measured in split.rules.items():
-        columns |= {f"{key}: {k}": ragged(v) for k, v in vars(measured).items()}
+    for key, said in {**split.policies, **split.rules}.items():
+        own = {k: v for k, v in vars(said).items() if isinstance(v, np.ndarray) and k != "mask"}
+        columns |= {f"{names.get(key, key)}: {k}": ragged(v) for k, v in own.items()}
     for key, outcome in split.beside.items():
         columns |= {f"{key}: {k}": v for k, v in vars(outcome).items()}
     return pa.table(columns)
@@ -209,39 +206,30 @@ def _split(rows: pa.Table, configs: Mapping[str, OSPrunerConfig], beside: Sequen
     table = TraceTable.from_dataset(Dataset(rows))
     mask = table.mask
 
-    def padded(column: str) -> npt.NDArray[Any]:
-        flat = rows[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        flat = flat.reshape(mask.sum(), -1)
+    def of(owner: str) -> dict[str, npt.NDArray[Any]]:
+        """What the columns of a method, or of other labels, hold."""
+        names = [name for name in rows.column_names if name.rpartition(": ")[0] == owner]
+        return {name.rpartition(": ")[2]: array(name) for name in names}
+
+    def array(column: str) -> npt.NDArray[Any]:
+        """(N,), or of lists (N, T) and of a head's outputs (N, T, K)."""
+        whole = rows[column].combine_chunks()
+        if not pa.types.is_list(whole.type):
+            return np.asarray(whole.to_numpy())
+        flat = whole.flatten().to_numpy(zero_copy_only=False).reshape(mask.sum(), -1)
         out = np.zeros((*mask.shape, flat.shape[1]), flat.dtype)
         out[mask] = flat
-        return out
+        return out if column.endswith(": outputs") else out[..., 0]
 
-    def found(column: str) -> Any:
-        return padded(column)[..., 0] if column in rows.column_names else None
-
-    ends = ": signals"
-    keys = [name.removesuffix(ends) for name in rows.column_names if name.endswith(ends)]
-    measured, numbers = (
-        [one.name for one in dataclasses.fields(kind)] for kind in (Measured, Outcome)
-    )
+    owners = [name.rpartition(": ")[0] for name in rows.column_names if name.endswith(": signals")]
     return Split(
         None,
-        dataclasses.replace(table, flops=found("flops")),
+        dataclasses.replace(table, flops=array("flops") if "flops" in rows.column_names else None),
         problems=rows["problem"].to_pylist(),
         policies={
-            name: Predicted(
-                padded(f"{name}: outputs"),
-                mask,
-                config.prices,
-                config.price,
-                found(f"{name}: flops"),
-                found(f"{name}: read_tokens"),
-            )
+            name: Predicted(mask=mask, prices=config.prices, price=config.price, **of(name))
             for name, config in configs.items()
         },
-        rules={key: Measured(*(found(f"{key}: {name}") for name in measured)) for key in keys},
-        beside={
-            key: Outcome(*(rows[f"{key}: {number}"].to_numpy() for number in numbers))
-            for key in beside
-        },
+        rules={key: Measured(**of(key)) for key in owners},
+        beside={key: Outcome(**of(key)) for key in beside},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -54,10 +54,6 @@ class Estimate(NamedTuple):
         """The number of a frame's row."""
         return cls(*(float(row[name + end]) for end in ENDS))
 
-    def spread(self, name: str) -> dict[str, float]:
-        """The columns that hold it under a name."""
-        return {name + end: number for end, number in zip(ENDS, self, strict=True)}
-
     def text(
         self, scale: float, digits: int, *, signed: bool = False, interval: Interval = "brackets"
     ) -> str:
@@ -79,8 +75,7 @@ def price_name(price: float) -> str:
     """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
     if price == 0:
         return "0"
-    mantissa, _, exponent = f"{price:.6e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return np.format_float_scientific(price, 6, trim="-", exp_digits=1).replace("e+", "e")
 
 
 def parameter_text(parameter: float | None, name: str) -> str:
@@ -110,13 +105,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *lines))
 
 
-def frame_of(rows: Iterable[Mapping[str, Any]], kind: str = "frame") -> pd.DataFrame:
+def frame_of(rows: Any, kind: str = "frame") -> pd.DataFrame:
     """A frame of rows of a kind in `FIRST`, its first columns in their order, numbers as floats.
 
     Raises:
         ValueError: a first column is missing.
     """
-    frame = pd.DataFrame(list(rows))
+    frame = pd.DataFrame(rows)
     first = FIRST[kind]
     if missing := [name for name in first if name not in frame and len(frame)]:
         raise ValueError(f"{kind} has no {missing}")

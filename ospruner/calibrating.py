@@ -210,9 +210,8 @@ def _of_rule(
         raise ValueError(f"{kind.name} is a rule: give values to try, from careful to bold")
     ours = Judged(labels)
     _refuse_labels(ours)
-    thresholds = [kind(value).threshold for value in values]
     found, table = measure(ours.split, kind), ours.split.table
-    outcomes = [(value, found.outcome(table, kind, value)) for value in thresholds]
+    outcomes = [(rule.threshold, found.outcome(table, rule)) for rule in map(kind, values)]
     salt = f"{kind.name}/{ours.labels.data_hash}"
     return boldest(table, outcomes, max_loss, confidence, salt=salt)
 

@@ -37,7 +37,7 @@ from ospruner.eval.recorded import Method, Recorded
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
-from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
+from ospruner.rules.families import FAMILIES, Family, Step, StopRule, is_rule, parse_rule
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
 from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.labels.loading import Labels, load_labels
@@ -364,11 +364,9 @@ def _methods(
     policies: list[str] = []
     rules: list[Method] = []
     for one in (str(one) if isinstance(one, Path) else one for one in methods):
-        if one == "rules":
-            rules += [family for name, family in FAMILIES.items() if name != "step"]
-            rules.append(LEARN_STOP)
-        elif one == "learnstop":
-            rules.append(LEARN_STOP)
+        if one in ("rules", "learnstop"):
+            known = [family for family in FAMILIES.values() if family is not Step]
+            rules += [*(known if one == "rules" else ()), LEARN_STOP]
         elif isinstance(one, StopRule):
             rules.append(one)
         elif not isinstance(one, str):

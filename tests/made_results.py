@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ospruner.eval.results import Estimate, parameter_text
+from ospruner.eval.results import ENDS, Estimate, parameter_text
 
 
 def around(value: float, half: float) -> Estimate:
     return Estimate(value, value - half, value + half)
+
+
+def spread(name: str, number: Estimate) -> dict[str, float]:
+    """The columns that hold a number under a name."""
+    return {name + end: one for end, one in zip(ENDS, number, strict=True)}
 
 
 def make_result(
@@ -41,7 +46,7 @@ def make_result(
             Estimate(math.nan, math.nan, math.nan),
         ),
     }
-    columns = {key: x for name, one in numbers.items() for key, x in one.spread(name).items()}
+    columns = {key: x for name, one in numbers.items() for key, x in spread(name, one).items()}
     return columns | {
         "kind": kind,
         "method": method,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
-from ospruner.eval.evaluation import Evaluation, Rule, validation_scores
+from ospruner.eval.evaluation import Evaluation, Rule, choose
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
@@ -164,8 +163,7 @@ def save_policy(
         method = EVERY_PRICE
         frontier = {one: replayed(model, table, said, one) for one in price_grid(config.prices)}
         prices = [Rule(method, one, k, "price", validation=(one,)) for k, one in frontier.items()]
-        scores = validation_scores(prices, full, table.problem_index, replicates=1)
-        price = prices[int(np.nanargmax(scores[0]))].parameter or 0.0
+        price = choose(prices, full, table.problem_index, replicates=1)[0].parameter or 0.0
         facts["price_chosen_by"] = CHOSEN_BY
         outcomes = {one: frontier[one] for one in sorted({*list(frontier)[::_SHOWN_EVERY], price})}
     config.price, outcome = price, outcomes[price]

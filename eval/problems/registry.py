@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ospruner.rules.families import run_file
 
 from .domains import Choice, Exact
 from .task import Math, Task
@@ -77,16 +78,8 @@ def load_task_class(path: str | Path) -> type[Task]:
         FileNotFoundError: no such file.
         ValueError: the file cannot be run, or defines none, or several.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no task at {path}: give a .py file with a subclass of Task")
-    module = f"ospruner_task_{path.stem}"
-    try:
-        values = runpy.run_path(str(path), run_name=module).values()
-    except Exception as error:  # whatever a user's file may raise
-        raise ValueError(
-            f"the task {path} cannot be run ({type(error).__name__}: {error}): mend the file"
-        ) from error
+    path, module = Path(path), f"ospruner_task_{Path(path).stem}"
+    values = run_file(path, "task", "a subclass of Task", module).values()
     classes = [value for value in values if inspect.isclass(value)]
     found = [one for one in classes if issubclass(one, Task) and one.__module__ == module]
     if len(found) != 1:

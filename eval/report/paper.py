@@ -52,20 +52,8 @@ def published(table: Literal["table1", "full"]) -> pd.DataFrame:
         1); of the appendix reduction_percent and, of free answers on single benchmarks, cot_tokens
         and answer_tokens.
     """
-    content = json.loads(Path(__file__).with_name("paper.json").read_text("utf-8"))[table]
-    rows = [
-        {
-            MODEL: row["model"],
-            "method": row["method"],
-            "answer": row.get("answer", "forced"),
-            "parameter": next(iter((row.get("param") or {}).values()), None),
-            BENCHMARK: name,
-            **dict(zip(content["columns"], row[name], strict=True)),
-        }
-        for row in content["rows"]
-        for name in (*BENCHMARKS, AVERAGE)
-    ]
-    return pd.DataFrame(rows).astype({"parameter": float})
+    content = json.loads(Path(__file__).with_name("paper.json").read_text("utf-8"))
+    return pd.DataFrame(**content[table]).astype({"parameter": float})
 
 
 def table_1_scores(variant: AesVariant) -> pd.DataFrame:

@@ -45,7 +45,6 @@ DIFFERENCES = (
     Column("saved,\npoints", "reduction", 100, 1, signed=True),
     Column("AES", "aes", digits=2, signed=True),
 )
-PRICES_A_TABLE = 4  # in 80 columns
 
 
 def told(results: Results) -> list[str]:
@@ -175,21 +174,16 @@ def frontier_tables(results: Results) -> list[Table]:
     )
     lead = Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)
     fewer = Column("tokens above\nit, %", "fewer", 100, 1, signed=True)
-    tables = [
-        Table.of(
-            frame,
-            (Column("area, %", "area", 100, 2), lead, *([fewer] if "fewer" in frame else [])),
-            methods,
-            caption="\n".join([told, *(f"left out: {n} ({why})" for n, why in left_out.items())]),
-            title=f"{results.dataset}: {results.setting}",
-        )
-    ]
-    gaps = price_columns(frame, "gap", 100, 1)
-    for start in range(0, len(gaps), PRICES_A_TABLE):
-        first = {"caption": INTERVALS, "title": "Share of the oracle's gap closed, %"}
-        part = gaps[start : start + PRICES_A_TABLE]
-        tables.append(Table.of(frame, part, methods, **({} if start else first)))
-    return tables
+    areas = Table.of(
+        frame,
+        (Column("area, %", "area", 100, 2), lead, *([fewer] if "fewer" in frame else [])),
+        methods,
+        caption="\n".join([told, *(f"left out: {n} ({why})" for n, why in left_out.items())]),
+        title=f"{results.dataset}: {results.setting}",
+    )
+    title, gaps = "Share of the oracle's gap closed, %", price_columns(frame, "gap", 100, 1)
+    closed = Table.of(frame, gaps, methods, caption=INTERVALS, title=title)
+    return [areas, closed] if gaps else [areas]
 
 
 PARETO = (

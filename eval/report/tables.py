@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ class Column:
         name: of the frame's column.
         scale: what numbers are multiplied by, such as 100 for percent.
         digits: decimals.
-        best: which number is best; "" where they do not compete.
+        ranked: the numbers compete: of each section the two highest are marked.
         signed: numbers have a + where they are positive.
         narrow: terminals leave out its intervals, for the methods' names need the width.
     """
@@ -44,14 +44,13 @@ class Column:
     name: str
     scale: float = 1
     digits: int = 0
-    best: Literal["", "high", "low"] = ""
+    ranked: bool = False
     signed: bool = False
     narrow: bool = False
 
 
-ACCURACY = Column("Acc", "accuracy", 100, 1, "high")
-LENGTH = Column("Len", "tokens", best="low")
-AES = Column("AES", "aes", digits=2, best="high")
+ACCURACY, LENGTH = Column("Acc", "accuracy", 100, 1), Column("Len", "tokens")
+AES = Column("AES", "aes", digits=2, ranked=True)  # few tokens alone win nothing
 COMPUTE = Column("Comp", "flops_ratio", 100)
 COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
 MAIN = (
@@ -118,54 +117,39 @@ class Table:
         rows = [one if isinstance(one, tuple) else (one,) for one in self.numbers.index]
         return [" ".join(filter(None, row)) for row in rows]
 
-    def texts(self, interval: Interval = "brackets") -> pd.DataFrame:
-        """The numbers as text; columns (group, name)."""
-        found = {
-            (group, one.name): [
-                Estimate(*row).text(one.scale, one.digits, signed=one.signed, interval=interval)
-                for row in self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
-            ]
-            for group, one in self._shown
-        }
-        return pd.DataFrame(found, self.numbers.index, dtype=object)
+    def texts(self, interval: Interval = "brackets", *ways: str, escape: Any = str) -> pd.DataFrame:
+        """The numbers as text; columns (group, name).
 
-    def marks(self) -> pd.DataFrame:
-        """For each number "best", "second" or "": of the competing columns, as shown.
-
-        Those compete whose labels begin alike, of one model say; the full trace with none.
+        Of a ranked column the highest number, as shown, stands between the halves of the first way,
+        such as "**|**", the second highest between those of the second. Those compete whose labels
+        begin alike, of one model say; the full trace with none.
         """
-        shown = self.texts("none")
-        marks = shown.map(lambda _: "")
-        sections = self.numbers.index.get_level_values(0)
-        rival = self.numbers.index.get_level_values(-1) != FULL
-        for (_, one), column in zip(self._shown, shown, strict=True):
-            if one.best:
-                texts = shown[column].str.replace(",", "")
-                values = pd.to_numeric(texts, errors="coerce").where(rival)
-                places = values.groupby(sections).rank("dense", ascending=one.best == "low")
-                marks[column] = places.map({1: "best", 2: "second"}).fillna("")
-        return marks
-
-    def _marked(
-        self, interval: Interval, best: str, second: str, escape: Any = str
-    ) -> pd.DataFrame:
-        """Texts, the best of which stand between the halves of `best`, such as "**|**"."""
-        texts, marks = self.texts(interval).map(escape), self.marks()
-        for mark, way in (("best", best), ("second", second)):
-            before, after = way.split("|")
-            texts = texts.where(marks != mark, before + texts + after)
-        return texts
+        found, index = {}, self.numbers.index
+        sections, rival = index.get_level_values(0), index.get_level_values(-1) != FULL
+        for group, one in self._shown:
+            rows = self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
+            how: dict[str, Any] = {"signed": one.signed, "interval": interval}
+            said = [escape(Estimate(*row).text(one.scale, one.digits, **how)) for row in rows]
+            found[group, one.name] = texts = np.array(said, dtype=object)
+            if one.ranked:
+                shown = pd.Series(np.round(one.scale * rows[:, 0], one.digits), index).where(rival)
+                places = shown.groupby(sections).rank("dense", ascending=False).to_numpy()
+                for place, way in enumerate(ways, 1):
+                    before, after = way.split("|")
+                    texts[places == place] = before + texts[places == place] + after
+        return pd.DataFrame(found, index)
 
     def markdown(self) -> str:
         """GitHub's Markdown, the caption above; the best bold, the second best underlined."""
-        cells = self._marked("brackets", "**|**", "<u>|</u>").to_numpy()
+        cells = self.texts("brackets", "**|**", "<u>|</u>").to_numpy()
         rows = [[label, *row] for label, row in zip(self.labels, cells, strict=True)]
         above = f"{self.caption}\n\n" if self.caption else ""
         return f"{above}{markdown_table([self.corner, *self.heads], rows)}\n"
 
     def latex(self) -> str:
         """A booktabs table, each number with its interval."""
-        body = self._marked("brackets", r"\textbf{|}", r"\underline{|}", _tex).rename(index=_tex)
+        body = self.texts("brackets", r"\textbf{|}", r"\underline{|}", escape=_tex)
+        body = body.rename(index=_tex)
         heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
         grouped = any(group for group, _ in heads)
         body.columns = pd.MultiIndex.from_tuples(heads)
@@ -311,7 +295,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
     return _grid(
         frame,
         (MODEL, "method"),
-        (replace(ACCURACY, best=""), replace(LENGTH, best=""), AES),  # few tokens alone win nothing
+        (ACCURACY, LENGTH, AES),
         caption=f"Each method at its best AES, chosen {how}; {answer} answers. AES "
         f"{frame['aes_label'].iloc[0]}. {mean}",
         corner="Model / Method",
@@ -322,22 +306,21 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
 def full_table(frame: pd.DataFrame, model: str) -> Table:
     """The appendix' table of one model: every rule at every parameter."""
     frame, answer = _of_one_answer(frame)
-    columns = [replace(ACCURACY, best="")]
     if answer == "free":  # lengths are of thinking and answer together
-        columns += [
+        columns = [
             Column("CoT", "tokens"),
             Column("Ans", "answer_tokens"),
             Column("CoT + Ans", "generated_tokens"),
             Column("Red. %", "total_reduction", 100, 1),
         ]
     else:
-        columns += [replace(LENGTH, best=""), Column("Red. %", "reduction", 100, 1)]
+        columns = [LENGTH, Column("Red. %", "reduction", 100, 1)]
     # Thresholds that lie close together read alike.
     own = frame[frame[MODEL] == model].fillna({"parameter": -1.0})
     table = _grid(
         own,
         ("method", "setting", "parameter"),
-        columns,
+        [ACCURACY, *columns],
         caption=f"Full results for {model}, {answer} answers. ",
         corner="Method / Param",
         name=f"full-{model}-{answer}".replace("/", "-"),

@@ -11,7 +11,7 @@ import math
 import operator
 import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
@@ -63,6 +63,21 @@ ASKS: frozenset[Ask] = frozenset(get_args(Ask))
 GROUP = "ospruner_rules"
 """The entry-point group in which packages offer families under a name."""
 
+_NEEDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (tokens, "", ""),
+    (steps, "", ""),
+    (entropy, "trial_answer", "forced_entropy"),
+    (confidence, "trial_answer", "forced_logprob"),
+    (agreement, "trial_answer text", ""),
+    (run_jump, "trial_answer text", ""),
+    (whole_entropy, "trial_answer", "forced_answer_entropy"),
+    (thinking_entropy, "thinking_entropy", ""),
+    (repetition, "text", ""),
+    (repeats, "text", ""),
+    (confirmed, "trial_answer text", "forced_logprob"),
+)
+"""What our own signals ask step ends for, and the column of labels that they need."""
+
 MANY = 2.0**31 - 1
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
@@ -87,7 +102,7 @@ class Family:
             object that is called so; or a generator over a row's step ends and `same`, as in
             `signals`. Further arguments, with defaults, are the rule's settings. It never looks
             ahead, and NaN measures nothing.
-        method: what tables call it; "" for the name.
+        method: what tables call it; by default the name.
         parameter_name: what the threshold is: "tokens", "nats", "answers", ...
         stops: how the signal compares with the threshold where a row stops: ">=", ">", "<=", "<".
             NaN never stops a row.
@@ -110,6 +125,13 @@ class Family:
     asks: frozenset[Ask] = ASKS
     reads: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", self.method or self.name)
+        for signal, asks, reads in _NEEDS:
+            if signal is self.signal and self.asks is ASKS:  # unless another is said
+                object.__setattr__(self, "asks", frozenset(asks.split()))
+                object.__setattr__(self, "reads", reads)
 
     def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
         """The rule of a threshold, with settings of the signal, such as `every_tokens`.
@@ -220,7 +242,17 @@ class StopRule:
     @property
     def method(self) -> str:
         """What tables call it."""
-        return self.family.method or self.family.name
+        return self.family.method
+
+    @property
+    def parameter(self) -> float:
+        """The threshold, as a policy has its price."""
+        return self.threshold
+
+    @property
+    def parameter_name(self) -> str:
+        """What that is."""
+        return self.family.parameter_name
 
     def __repr__(self) -> str:
         return f"{self.family.name}:{self.threshold:g}"
@@ -274,81 +306,28 @@ def _settings(signal: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-_TRIAL: frozenset[Ask] = frozenset({"trial_answer"})
-_TEXT: frozenset[Ask] = frozenset({"text"})
-_BOTH: frozenset[Ask] = _TRIAL | _TEXT
 _COUNT: dict[str, Any] = {"whole": True, "high": MANY}
 _SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
+_EVERY_64 = {
+    "max_tokens": 20,
+    "every_tokens": 64,
+    "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
+}
+_BEFORE_WAIT = {"max_tokens": 20, "transition_words": ("Wait",), "trials": 10}
 
-Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT, asks=frozenset())
-Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT, asks=frozenset())
-AnswerEntropy = Family(
-    "entropy",
-    entropy,
-    "answer entropy",
-    "nats",
-    "<=",
-    0.0,
-    math.log(20),
-    asks=_TRIAL,
-    reads="forced_entropy",
-)
-TrialConfidence = Family(
-    "confidence", confidence, "trial confidence", low=_SURE, asks=_TRIAL, reads="forced_logprob"
-)
-Agreement = Family(
-    "agreement", agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
-)
-Dynasor = Family(
-    "dynasor",
-    agreement,
-    "Dynasor",
-    "answers",
-    low=2,
-    asks=_BOTH,
-    **_COUNT,
-    settings={
-        "max_tokens": 20,
-        "every_tokens": 64,
-        "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
-    },
-)
-RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
-HaltCot = Family(
-    "halt-cot",
-    whole_entropy,
-    "HALT-CoT",
-    "bits",
-    "<",
-    0.0,
-    1e3,
-    asks=_TRIAL,
-    reads="forced_answer_entropy",
-)
-Deer = Family(
-    "deer",
-    confidence,
-    "DEER",
-    "threshold",
-    ">",
-    _SURE,
-    asks=_BOTH,
-    reads="forced_logprob",
-    settings={"max_tokens": 20, "transition_words": ("Wait",), "trials": 10},
-)
-ThinkJustEnough = Family(
-    "just-enough",
-    thinking_entropy,
-    "Think Just Enough",
-    "bits",
-    "<=",
-    0.0,
-    5.0,
-    asks=frozenset({"thinking_entropy"}),
-)
-Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
-Loops = Family("loops", repeats, "loops", "repeats", low=1, asks=_TEXT, **_COUNT)
-Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
+Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT)
+Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT)
+AnswerEntropy = Family("entropy", entropy, "answer entropy", "nats", "<=", high=math.log(20))
+TrialConfidence = Family("confidence", confidence, "trial confidence", low=_SURE)
+Agreement = Family("agreement", agreement, "answer agreement", "answers", low=2, **_COUNT)
+Dynasor = replace(Agreement, name="dynasor", method="Dynasor", settings=_EVERY_64)
+RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, **_COUNT)
+HaltCot = Family("halt-cot", whole_entropy, "HALT-CoT", "bits", "<", high=1e3)
+Deer = Family("deer", confidence, "DEER", stops=">", low=_SURE, settings=_BEFORE_WAIT)
+ThinkJustEnough = Family("just-enough", thinking_entropy, "Think Just Enough", "bits", "<=", high=5)
+Refrain = Family("refrain", repetition, "REFRAIN")
+Loops = Family("loops", repeats, "loops", "repeats", low=1, **_COUNT)
+Puma = Family("puma", confirmed, "PUMA-like")
 
 FAMILIES = {one.name: one for one in list(vars().values()) if isinstance(one, Family)}
 """The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of
@@ -396,7 +375,14 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     name, _, number = text.partition(":")
     if name.endswith(".py"):
         kind, _, number = number.partition(":")
-        found = _of_file(Path(name), kind)
+        known = run_file(Path(name), "rule", f"a family {kind}")
+        if kind not in known:
+            own = [key for key, value in known.items() if isinstance(value, Family)]
+            raise ValueError(
+                f"{name} defines no {kind!r}; its families are {', '.join(own) or 'none'}; a "
+                "function of a step's end does, too"
+            )
+        found = known[kind]
     elif name in FAMILIES:
         found = FAMILIES[name]
     elif point := _installed().get(name):
@@ -418,20 +404,18 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     return family(value, same=same)
 
 
-def _of_file(path: Path, name: str) -> Any:
-    """What a Python file, which is run, calls by a name."""
+def run_file(path: Path, what: str, holds: str, name: str | None = None) -> dict[str, Any]:
+    """What a user's own Python file, which is run, defines; errors say what it should hold.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it cannot be run.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"no rule at {path}: give a .py file with a family {name}")
+        raise FileNotFoundError(f"no {what} at {path}: give a .py file with {holds}")
     try:
-        known = runpy.run_path(str(path))
+        return runpy.run_path(str(path), run_name=name)
     except Exception as error:  # whatever a user's file may raise
         raise ValueError(
-            f"the rule {path} cannot be run ({type(error).__name__}: {error}): mend the file"
+            f"the {what} {path} cannot be run ({type(error).__name__}: {error}): mend the file"
         ) from error
-    if name not in known:
-        own = [key for key, value in known.items() if isinstance(value, Family)]
-        raise ValueError(
-            f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}; a function "
-            "of a step's end does, too"
-        )
-    return known[name]

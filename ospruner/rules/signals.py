@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, stdev
 from typing import Any, Literal
 
 Same = Callable[[str, str], bool]
@@ -148,11 +147,30 @@ def confidence(ends: Iterable[StepEnd], same: Same, **trials: Any) -> Iterator[f
         yield math.nan if answer is None else answer.confidence
 
 
+def _runs(
+    ends: Iterable[StepEnd], same: Same, hesitation: tuple[str, ...] = (), **trials: Any
+) -> Iterator[list[int] | None]:
+    """How long the runs of equal answers are, the last of which may grow; [] where none is said.
+
+    A run of length 0 stands before the first. None where no answer is tried.
+    """
+    runs, previous = [0], ""
+    for answer in answers_tried(ends, **trials):
+        if answer is None:
+            yield None
+            continue
+        hesitates = any(word in answer.text.lower() for word in hesitation)
+        text = "" if hesitates else answer.said
+        if text and previous and same(previous, text):
+            runs[-1] += 1
+        elif text:
+            runs.append(1)
+        previous = text
+        yield runs if text else []
+
+
 def agreement(
-    ends: Iterable[StepEnd],
-    same: Same,
-    hesitation: tuple[str, ...] = (),
-    **trials: Any,
+    ends: Iterable[StepEnd], same: Same, hesitation: tuple[str, ...] = (), **trials: Any
 ) -> Iterator[float]:
     """How many trial answers in a row, to this one, are the same (arXiv 2506.02536).
 
@@ -160,27 +178,12 @@ def agreement(
     (`dynasor/core/cot.py`) is this every 64 tokens with such words; the original samples its probes
     at temperature .6, in the middle of a paragraph, too.
     """
-    previous, run = "", 0
-    for answer in answers_tried(ends, **trials):
-        if answer is None:
-            yield math.nan
-            continue
-        text = answer.said
-        if any(word in answer.text.lower() for word in hesitation):
-            text = ""
-        if text and previous and same(previous, text):
-            run += 1
-        else:
-            run = int(bool(text))
-        previous = text
-        yield float(run)
+    for runs in _runs(ends, same, hesitation, **trials):
+        yield math.nan if runs is None else float([0, *runs][-1])
 
 
 def run_jump(
-    ends: Iterable[StepEnd],
-    same: Same,
-    significance: float = 0.05,
-    **trials: Any,
+    ends: Iterable[StepEnd], same: Same, significance: float = 0.05, **trials: Any
 ) -> Iterator[float]:
     """ES-CoT (arXiv 2509.14004): by how much the run of equal answers exceeds the one before.
 
@@ -190,33 +193,19 @@ def run_jump(
     first, so that an answer which never changes can stop; with fewer than two earlier differences
     the jump alone decides; an incomplete answer ends its run and is none.
     """
-    runs, previous = [0], ""
-    for answer in answers_tried(ends, **trials):
-        if answer is None:
-            yield math.nan
-            continue
-        text = answer.said
-        if text and previous and same(previous, text):
-            runs[-1] += 1
-        elif text:
-            runs.append(1)
-        previous = text
-        *earlier, last = [b - a for a, b in pairwise(runs)] or [0]
-        yield float(last) if text and _above(last, earlier, significance) else 0.0
+    for runs in _runs(ends, same, **trials):
+        *earlier, last = [b - a for a, b in pairwise(runs or ())] or [0]
+        above = bool(runs) and _above(last, earlier, significance)
+        yield math.nan if runs is None else float(last if above else 0)
 
 
 def _above(last: int, earlier: Sequence[int], significance: float) -> bool:
     """Whether the mean of the earlier differences is below the last one."""
-    m = len(earlier)
-    if m < 2:
-        return True
-    deviation = stdev(earlier)
-    if deviation == 0:
-        return last > fmean(earlier)
-    t = (last - fmean(earlier)) * math.sqrt(m) / deviation
-    from scipy.special import stdtr  # here: it is slow to import, and one rule's
+    if len({*earlier}) < 2:  # nothing varies
+        return len(earlier) < 2 or last > earlier[0]
+    from scipy.stats import ttest_1samp  # here: it is slow to import, and one rule's
 
-    return float(stdtr(m - 1, -t)) < significance
+    return bool(ttest_1samp(earlier, last, alternative="less").pvalue < significance)
 
 
 def whole_entropy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1
 
 def replay_rule(split: Split, rule: StopRule) -> Outcome:
     """What a rule does on labelled traces."""
-    return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
+    return measure(split, rule.family, rule).outcome(split.table, rule)
 
 
 def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:
@@ -80,19 +81,11 @@ def outcome(
 ) -> Outcome:
     n = len(full)
     correct = (rng.random(n) < accuracy).astype(np.float64)
+    spent = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n).astype(np.float64)
+    none, five, unknown = np.zeros(n), np.full(n, 5.0), np.full(n, np.nan)
+    changed = correct * (1 - full), (1 - correct) * full
     return Outcome(
-        correct=correct,
-        tokens=rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n).astype(np.float64),
-        answer_tokens=np.full(n, 5.0),
-        helped=correct * (1 - full),
-        harmed=(1 - correct) * full,
-        truncated=np.zeros(n),
-        probe_tokens=np.zeros(n),
-        seconds=np.full(n, np.nan),
-        flops=np.full(n, np.nan),
-        stopped=np.ones(n),
-        stopped_answer=np.full(n, 5.0),
-        rethought=np.zeros(n),
+        correct, spent, five, *changed, none, none, unknown, unknown, none + 1, five, none
     )
 
 
@@ -105,31 +98,28 @@ def make_evaluation(
     problems: int = 60,
 ) -> Evaluation:
     rng = np.random.default_rng(seed)
-    n = 2 * problems
-    full_correct = (rng.random(n) < 0.8).astype(np.float64)
-    full = outcome(rng, 0.8, 400, full_correct)
-    full = Outcome(
-        *[full_correct, *full.columns().T[1:3], np.zeros(n), np.zeros(n)], *full.columns().T[5:]
-    )
-    rules = [Rule(FULL, full)]
-    for penalty, accuracy, tokens in (
-        (1e-4, 0.7, 120),
-        (5e-5, 0.76, 180),
-        (1e-5, 0.79, 240),
-        (0.0, 0.8, 300),
-    ):
-        rules.append(Rule(FRONTIER, outcome(rng, accuracy, tokens, full_correct), penalty, "price"))
-    for threshold, accuracy, tokens in ((0.7, 0.7, 220), (0.9, 0.79, 350)):
-        rules.append(
-            Rule("probe", outcome(rng, accuracy, tokens, full_correct), threshold, "threshold")
+    right = (rng.random(2 * problems) < 0.8).astype(np.float64)
+    full = outcome(rng, 0.8, 400, right)
+    nothing = np.zeros(len(right))
+    full = replace(full, correct=right, helped=nothing, harmed=nothing)
+    made = [
+        Rule(method, outcome(rng, accuracy, tokens, right), parameter, name)
+        for method, parameter, name, accuracy, tokens in (
+            (FRONTIER, 1e-4, "price", 0.7, 120),
+            (FRONTIER, 5e-5, "price", 0.76, 180),
+            (FRONTIER, 1e-5, "price", 0.79, 240),
+            (FRONTIER, 0.0, "price", 0.8, 300),
+            ("probe", 0.7, "threshold", 0.7, 220),
+            ("probe", 0.9, "threshold", 0.79, 350),
+            ("fixed budget", 200.0, "tokens", 0.7, 200),
         )
-    rules.append(Rule("fixed budget", outcome(rng, 0.7, 200, full_correct), 200.0, "tokens"))
+    ]
     return Evaluation(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
-        rules=rules,
-        limits=[Rule(ORACLE, outcome(rng, 0.9, 80, full_correct))],
+        rules=[Rule(FULL, full), *made],
+        limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
         problem_index=np.repeat(np.arange(problems), 2),
-        natural_correct=full_correct,
+        natural_correct=right,
     )
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +23,56 @@ import numpy as np
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 RAMPS = 5  # of a price head: its six numbers are b and d_1 .. d_5
-GRID = 31
-NAMES = {"probe": "probe", "convergence": "convergence"}
-NAMES |= {"final-answer": "convergence (final answer)"}
 ROUNDING = 6e-8  # of float32, in which thresholds were taken from such probabilities
-NUMBERS = ("accuracy", "tokens", "reduction", "aes", "flops")
 
 
-def recomputed(path: Path) -> list[dict[str, Any]]:
-    """Method, parameter and numbers of each row that can be recomputed."""
-    whole = pq.read_table(path)
-    facts = json.loads(whole.schema.metadata[b"ospruner"])
+def recomputed(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Each row of `results.json` that can be recomputed, and its numbers."""
+    whole = pq.read_table(folder / "signals.parquet")
+    policies = json.loads(whole.schema.metadata[b"ospruner"])["policies"]
     rows = [row for row in whole.to_pylist() if row["split"] == "test"]
-    full = measured(rows, [ends(row) for row in rows])
-    found: list[dict[str, Any]] = [{"method": "full trace", "parameter": None, **full}]
-    ours = [name for name, one in facts["policies"].items() if one["head"] == "price"]
-    asked = [one for one in facts["methods"] if one.get("policy") in ours]
-    for price in sorted({one["asked_price"] for one in asked} - {None}):
-        seeds = []
-        for name in ours:
-            low, high = facts["policies"][name]["price_range"]
-            said = [stop_probabilities(row[f"{name}: outputs"], price, low, high) for row in rows]
-            stops = [drawn(one) for one in said]
-            seeds.append(measured(rows, stops, f"{name}: flops"))
-        mean = {name: float(np.mean([one[name] for one in seeds])) for name in NUMBERS[:2]}
-        mean["flops"] = float(np.mean([one["flops"] for one in seeds]))
-        found.append({"method": "OS-Pruner, one policy", "parameter": price, **mean})
-    written = json.loads(path.with_name("results.json").read_text("utf-8"))["frame"]
-    classifiers: dict[str, list[str]] = {}
-    for name, one in facts["policies"].items():
-        classifiers.setdefault(NAMES.get(one["method"], ""), []).append(name)
-    for row_written in written:
-        method, value = row_written["method"], row_written["parameter"]
-        if method in classifiers and method:
-            seeds = []
-            for name in classifiers[method]:
-                stops = []
-                for row in rows:
-                    chance = 1 / (1 + np.exp(-np.array(row[f"{name}: outputs"], np.float64)))
-                    stops.append(first(chance >= value - ROUNDING))
-                seeds.append(measured(rows, stops, f"{name}: flops"))
-            one = {name: float(np.mean([one[name] for one in seeds])) for name in full}
-        elif method == "fixed budget":
-            stops = [first(np.array(row["step_ends"]) >= value) for row in rows]
-            one = measured(rows, stops)
-        elif method == "hindsight oracle":
-            stops = [
-                at(len(row["step_ends"]), int(np.argmax(row["forced_correct"]))) for row in rows
+    full = measured(rows, ends)
+    for written in json.loads((folder / "results.json").read_text("utf-8"))["frame"]:
+        method, value = written["method"], written["parameter"]
+        seeds = [name for name, one in policies.items() if called(one) == method]
+        stops = {
+            "full trace": ends,
+            "fixed budget": lambda row: first(np.array(row["step_ends"]) >= value),  # noqa: B023
+            "hindsight oracle": lambda row: at(row, int(np.argmax(row["forced_correct"]))),
+        }
+        if seeds:
+            each = [
+                measured(rows, partial(asked, name, policies[name], value), name) for name in seeds
             ]
-            one = measured(rows, stops)
+        elif method in stops:
+            each = [measured(rows, stops[method])]
         else:
             continue
-        found.append({"method": method, "parameter": value, **one})
-    for one in found:
-        one["reduction"] = 1 - one["tokens"] / full["tokens"]
-        gain = one["accuracy"] - full["accuracy"]
-        one["aes"] = one["reduction"] + (3 if gain >= 0 else 5) * gain
-    return found
+        found = {name: float(np.mean([one[name] for one in each])) for name in full}
+        found["reduction"] = 1 - found["tokens"] / full["tokens"]
+        gain = found["accuracy"] - full["accuracy"]
+        yield written, found | {"aes": found["reduction"] + (3 if gain >= 0 else 5) * gain}
 
 
-def stop_probabilities(flat: list[float], price: float, low: float, high: float) -> Any:
+def called(policy: dict[str, Any]) -> str:
+    """The method of a policy, as tables have it; "" of one that is not recomputed."""
+    if policy["head"] == "price":
+        return "OS-Pruner, one policy"
+    names = {"probe": "probe", "convergence": "convergence"}
+    return (names | {"final-answer": "convergence (final answer)"}).get(policy["method"], "")
+
+
+def asked(name: str, policy: dict[str, Any], value: float, row: dict[str, Any]) -> Any:
+    """Where a policy stops: drawn at a price, or a classifier at its threshold."""
+    outputs = np.array(row[f"{name}: outputs"], np.float64)
+    if policy["head"] == "price":
+        return drawn(stop_probabilities(outputs, value, *policy["price_range"]))
+    return first(1 / (1 + np.exp(-outputs)) >= value - ROUNDING)
+
+
+def stop_probabilities(flat: Any, price: float, low: float, high: float) -> Any:
     """A step's logit is b + sum_j softplus(d_j) clamp(p - j, 0, 1); p is the price's place."""
-    outputs = np.array(flat, np.float64).reshape(-1, 1 + RAMPS)
+    outputs = flat.reshape(-1, 1 + RAMPS)
     unit = low / 5
     place = RAMPS * math.log1p(price / unit) / math.log1p(high / unit)
     ramps = np.clip(place - np.arange(RAMPS), 0, 1)
@@ -99,30 +89,32 @@ def drawn(probabilities: Any) -> Any:
 
 def first(stops: Any) -> Any:
     """The first step that stops; at the last one nothing is decided."""
-    stops = np.append(stops[:-1], True)
-    return at(len(stops), int(stops.argmax()))
+    return np.eye(len(stops))[np.append(stops[:-1], True).argmax()]
 
 
 def ends(row: dict[str, Any]) -> Any:
     """Never stopping."""
-    return at(len(row["step_ends"]), len(row["step_ends"]) - 1)
+    return at(row, len(row["step_ends"]) - 1)
 
 
-def at(steps: int, place: int) -> Any:
+def at(row: dict[str, Any], place: int) -> Any:
     """All weight on one step."""
-    return np.eye(steps)[place]
+    return np.eye(len(row["step_ends"]))[place]
 
 
-def measured(rows: list[dict[str, Any]], stops: list[Any], more: str = "") -> dict[str, float]:
-    """Means over traces, whose steps have these weights."""
+def measured(
+    rows: list[dict[str, Any]], stops: Callable[[dict[str, Any]], Any], more: str = ""
+) -> dict[str, float]:
+    """Means over traces, whose steps have these weights; a policy's operations are in `more`."""
+    weights = [stops(row) for row in rows]
 
-    def mean(values: Any) -> float:
-        pairs = zip(rows, stops, strict=True)
-        return float(np.mean([weights @ values(row) for row, weights in pairs]))
+    def mean(values: Callable[[dict[str, Any]], Any]) -> float:
+        pairs = zip(rows, weights, strict=True)
+        return float(np.mean([one @ values(row) for row, one in pairs]))
 
     def flops(row: dict[str, Any]) -> Any:
-        base = np.array(row.get("flops", np.nan))
-        return base + np.array(row.get(more, 0.0)) + np.zeros(len(row["step_ends"]))
+        own = np.array(row.get(f"{more}: flops", 0.0)) + np.zeros(len(row["step_ends"]))
+        return own + np.array(row.get("flops", np.nan))
 
     return {
         "accuracy": mean(lambda row: np.array(row["forced_correct"])),
@@ -134,26 +126,15 @@ def measured(rows: list[dict[str, Any]], stops: list[Any], more: str = "") -> di
 def main() -> None:
     """Compares each folder's numbers; raises SystemExit where one differs."""
     for folder in map(Path, sys.argv[1:]):
-        written = json.loads((folder / "results.json").read_text("utf-8"))["frame"]
-        found = recomputed(folder / "signals.parquet")
-        for one in found:
-            near = [
-                row
-                for row in written
-                if row["method"] == one["method"]
-                and (one["parameter"] is None or math.isclose(row["parameter"], one["parameter"]))
-            ]
-            if len(near) != 1:
-                raise SystemExit(f"{folder}: {len(near)} rows of {one['method']}")
-            for name in NUMBERS:
-                if near[0][name] is None or math.isnan(one[name]):
-                    continue
-                if not math.isclose(near[0][name], one[name], rel_tol=1e-5, abs_tol=1e-6):
-                    raise SystemExit(
-                        f"{folder}: {name} of {one['method']} {one['parameter']} is "
-                        f"{one[name]}, the results say {near[0][name]}"
-                    )
-        print(f"{folder}: {len(found)} rows agree")
+        rows = list(recomputed(folder))
+        for written, found in rows:
+            for name, value in found.items():
+                stored = written[name]
+                close = math.isnan(value) or stored is None
+                if not (close or math.isclose(stored, value, rel_tol=1e-5, abs_tol=1e-6)):
+                    method, parameter = written["method"], written["parameter"]
+                    raise SystemExit(f"{folder}: {name} of {method} {parameter} is {value}")
+        print(f"{folder}: {len(rows)} rows agree")
 
 
 if __name__ == "__main__":

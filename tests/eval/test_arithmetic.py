@@ -43,13 +43,6 @@ def test_a_layer_by_hand() -> None:
     np.testing.assert_array_equal(windowed.read([0, 4], [6, 6]), [750, 260])
 
 
-def test_an_answer_by_hand() -> None:
-    """Two forced tokens are read; of three answer tokens the last is not passed again."""
-    work = ModelWork((LayerWork(100, 10), LayerWork(100, 0)), logits=1000)
-    assert work.answer(5, 2, 3) == 4 * 200 + 10 * (6 + 7 + 8 + 9) + 3 * 1000
-    assert work.answer(5, 2, 0) == 2 * 200 + 10 * (6 + 7)
-
-
 def test_windows_are_read_from_the_configuration() -> None:
     small: dict[str, Any] = {
         "hidden_size": 16,

@@ -1,30 +1,41 @@
-"""One comparison of policies and rules: settings, choices, frontiers, the frame."""
+"""One comparison of policies and rules: settings, choices, frontiers, the frame, and its file."""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from datasets import Dataset
+from pandas.testing import assert_frame_equal
 
+import ospruner
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Report, compare, replay_use
+from ospruner.eval.compare import Report, compare, report_of
+from ospruner.eval.compute import Compute, LayerWork, ModelWork
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
-from ospruner.eval.measured import COUNT, Predicted, Split, family_thresholds
+from ospruner.eval.measured import COUNT, Predicted, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
-from ospruner.eval.recorded import Method
-from ospruner.eval.replay import replay, replay_full, replay_step
+from ospruner.eval.recorded import SIGNALS_FILE, Method, Recorded
+from ospruner.eval.replay import replay_full, replay_step
 from ospruner.eval.report.summary import write_report
 from ospruner.eval.results import Results
-from ospruner.eval.table import BoolArray, FloatArray, TraceTable
+from ospruner.eval.table import TraceTable
 from ospruner.rules import Family
 
 from .evaluations import dataset_of
+from .recompute import recomputed
 
 WORDS = {0: " so", 1: " Wait"}
+CONCISE = "full trace, prompt concise"
 
 
 def decode(ids: list[int]) -> str:
@@ -54,59 +65,90 @@ def split(seed: int, prefix: str, count: int = 60) -> Split:
     return Split(dataset, TraceTable.from_dataset(dataset), 4, decode)
 
 
-def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
-    OSPrunerConfig(
-        method=method, price=price, default_mode="sample" if method == "os-pruner" else "threshold"
-    ).save_pretrained(folder)
-    return str(folder)
+TEST, VALIDATION = split(1, "t"), split(0, "v")
 
 
-def predicted(pi: FloatArray, mask: BoolArray, price: float = 0.0) -> Predicted:
-    """A fixed head that says these stop probabilities."""
-    with np.errstate(divide="ignore"):
-        logits = np.log(pi) - np.log1p(-pi)
-    return Predicted(logits[..., None].astype(np.float32), mask, None, price)
+def shorter(of: Split) -> Split:
+    """The same problems from the last to the first, each in its first two steps."""
+    rows = [
+        {
+            k: v[:2] if k.startswith(("step_ends", "forced_", "matches")) else v
+            for k, v in row.items()
+        }
+        for row in reversed(of.dataset.to_list())
+    ]
+    dataset = Dataset.from_list(rows, features=of.dataset.features)
+    return dataclasses.replace(of, dataset=dataset, table=TraceTable.from_dataset(dataset))
+
+
+SHORT = shorter(TEST)
 
 
 def said(of: Split, use: PolicyUse) -> Predicted:
-    """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
-    noise = np.random.default_rng(len(Path(use.path).name)).random(of.table.mask.shape)
-    pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
-    return predicted(pi, of.table.mask)
+    """What sees the answer's fate, but for some noise: a head of six numbers, or a classifier."""
+    rng, mask = np.random.default_rng(len(use.path)), of.table.mask
+    if use.config.prices is None:
+        chance = 0.15 + 0.5 * of.table.correct + 0.2 * rng.random(mask.shape)
+        outputs = np.log(chance / (1 - chance))[..., None]
+    else:
+        parts = 4 * of.table.correct[..., None] - 6, rng.normal(size=(*mask.shape, 5))
+        outputs = np.concatenate(parts, axis=-1)
+    outputs = np.where(mask[..., None], outputs, 0).astype(np.float32)
+    found = Predicted(outputs, mask, use.config.prices, use.config.price)
+    if use.config.method != "flashthink":
+        return found
+    read = 3 * of.table.lengths  # it reads the thinking three times as slowly
+    return dataclasses.replace(found, read_tokens=read, flops=np.asarray(2.0 * read))
 
 
-def knowing(of: Split) -> Split:
-    return dataclasses.replace(of, said=partial(said, of))
-
-
-VALIDATION, TEST = knowing(split(0, "v")), knowing(split(1, "t"))
+def asked(of: Split) -> Split:
+    """The traces charged for what they compute, with policies at hand."""
+    work = ModelWork((LayerWork(100, 10), LayerWork(100, 10)), logits=1000)
+    compute = Compute(work, np.full(len(of.table), 7), of.suffix_tokens)
+    charged = dataclasses.replace(of, table=compute.charge(of.table), compute=compute)
+    return dataclasses.replace(charged, said=lambda use: said(charged, use))
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder = tmp_path_factory.mktemp("policies")
-    seeds = [saved(folder / name) for name in ("a", "bb")]
-    uses = parse_policies([*seeds, saved(folder / "probe", "probe", 0.0)])
-    families = [rules.AnswerEntropy, rules.RunJump, rules.ThinkJustEnough]
-    methods: list[Method] = [*uses, rules.Budget(40), *families, LEARN_STOP]
-    return compare(TEST, methods, choose_on=VALIDATION, replicates=20)
+    folder, ours = (
+        tmp_path_factory.mktemp("policies"),
+        OSPrunerConfig(head="price", price=1e-3, price_range=[1e-5, 1e-2], default_mode="sample"),
+    )
+    seeds = [folder / name / "price" for name in ("seed0", "seed11")]
+    for one in seeds:
+        ours.save_pretrained(one)
+    for method in ("probe", "flashthink"):
+        baseline = OSPrunerConfig(method=method, price=0.0, default_mode="threshold")
+        baseline.save_pretrained(folder / method)
+    others = parse_policies([str(folder / "probe"), f"{folder / 'flashthink'}@.6"])
+    methods: list[Method] = [*parse_policies(list(map(str, seeds)), ()), *others]
+    methods += [rules.Budget, rules.AnswerEntropy, rules.Deer, rules.RunJump, LEARN_STOP]
+    methods += [dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)]
+    return compare(
+        asked(TEST),
+        [*methods, rules.ThinkJustEnough],
+        choose_on=asked(VALIDATION),
+        prices=(1e-3, 1e-4),
+        replicates=30,
+        beside={CONCISE: asked(SHORT)},
+    )
 
 
 def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None:
     frame = report.frame
     of = {name: rows for name, rows in frame.groupby("method")}
-    assert list(frame.kind[:2]) == ["rule", "rule"]
     assert frame.method[0] == "full trace"
-    assert len(of["OS-Pruner"]) == 1  # two seeds of one price
-    assert len(of["fixed budget"]) == 1
-    for name in ("probe", "answer entropy", "ES-CoT", "LearnStop"):
+    assert len(of["OS-Pruner, one policy"]) == 31  # two seeds at each price
+    assert len(of["DEER, 3 trials"]) == 1
+    for name in ("probe", "fixed budget", "answer entropy", "ES-CoT", "LearnStop"):
         assert 2 < len(of[name]) <= COUNT
         assert of[name].tokens.min() == pytest.approx(replay_step(TEST.table, 1).mean_tokens)
         assert of[name].tokens.max() == pytest.approx(replay_full(TEST.table).mean_tokens)
         # One setting is chosen, and its interval holds the choice: wider than that of a neighbour.
         (chosen,) = of[name][of[name].chosen].itertuples()
         assert chosen.aes_low <= chosen.aes <= chosen.aes_high
-    assert not of["OS-Pruner"].chosen.any()  # there was nothing to choose
+    assert not of["DEER, 3 trials"].chosen.any()  # there was nothing to choose
     assert set(frame[frame.kind == "limit"].method) == {
         "best fixed budget",
         "best fixed step",
@@ -121,24 +163,17 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
     frame = report.frontiers
     assert list(frame.method) == [
-        "OS-Pruner",
-        "probe",
-        "fixed budget",
-        "answer entropy",
-        "ES-CoT",
-        "LearnStop",
-        "fixed step",
-        "fixed drop",
+        *("OS-Pruner, one policy", "probe", "FlashThink", "fixed budget", "answer entropy"),
+        *("DEER", "ES-CoT", "LearnStop", "DEER, 3 trials", "fixed step", "fixed drop"),
         "hindsight oracle",
     ]
     for name in ("lead", "fewer"):
-        assert frame[name].isna().tolist() == [True] + [False] * 8
-    assert frame.area.idxmax() == 8
+        assert frame[name].isna().tolist() == [True] + [False] * 11
+    assert frame.area.idxmax() == 11
     areas = dict(zip(frame.method, frame.area, strict=True))
     assert areas["probe"] > areas["answer entropy"] > areas["fixed budget"]
     assert areas["LearnStop"] > areas["fixed budget"]
-    gaps = [column for column in frame.columns if column.startswith("gap@")]
-    assert len(gaps) == 9  # three prices that suit the lengths, with their ends
+    assert len(frame.filter(like="gap@").columns) == 6  # two prices, with their ends
     on_it = report.frame[report.frame.frontier]
     assert set(on_it.method) <= set(frame.method)
     assert 1 < len(on_it[on_it.method == "probe"]) < len(report.frame)
@@ -175,29 +210,6 @@ def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Path) -> None:
-    probe = saved(tmp_path / "probe", "probe", 0.0)
-    named = parse_policies([probe])
-    alone = compare(TEST, named).frame
-    assert alone[alone.method == "probe"].parameter.tolist() == [0.7, 0.75, 0.8, 0.85, 0.9]
-    given = parse_policies([f"{probe}@.4,.6"])
-    found = compare(TEST, given, choose_on=VALIDATION, replicates=2).frame
-    assert found[found.method == "probe"].parameter.tolist() == [0.4, 0.6]
-
-
-def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
-    (use,) = parse_policies([f"{saved(tmp_path / 'v', 'flashthink', 0.0)}@.6"])
-    table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
-    one, read = TEST.said(use), 3 * TEST.table.lengths
-    reading = dataclasses.replace(one, read_tokens=read, flops=np.asarray(2.0 * read))
-    outcome = replay_use(use, Split(None, table, policies={use.path: reading}))
-    np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
-    np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
-    free = replay_use(use, Split(None, TEST.table, policies={use.path: one}))
-    np.testing.assert_array_equal(free.tokens, outcome.tokens)
-    assert not free.probe_tokens.any()
-
-
 def test_rules_of_one_s_own_are_compared_and_chosen() -> None:
     def doubt(end: rules.StepEnd) -> float:
         return -end.trial_answer(1).entropy
@@ -222,22 +234,111 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare(TEST, [rules.Deer], choose_on=TEST)
     with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
         compare(TEST, [rules.Deer])
+    OSPrunerConfig(price=1e-3).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="ours is a policy, and these traces do not know"):
-        compare(split(1, "t"), parse_policies([saved(tmp_path / "ours")]))
+        compare(TEST, parse_policies([str(tmp_path / "ours")]))
     with pytest.raises(ValueError, match="which labels do not keep"):
         compare(TEST, [rules.ThinkJustEnough], choose_on=VALIDATION)
 
 
-def test_a_policy_s_thresholds_are_its_own() -> None:
-    table = TEST.table
-    pi = 0.001 * np.random.default_rng(0).random(table.mask.shape)  # never near one half
-    grid = family_thresholds(LEARN_STOP, pi)
-    assert len(grid) == COUNT
-    assert grid[0] == 0.0
-    assert grid[-1] == 1.0 > 0.001 >= grid[-2]
-    tokens = [replay(table, pi, threshold).mean_tokens for threshold in grid]
-    assert tokens == sorted(tokens)
-    assert len(set(tokens)) > 30
+def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: Path) -> None:
+    report.save(tmp_path)
+    again = report_of(Recorded.read(tmp_path / SIGNALS_FILE))
+    for name in ("frame", "differences", "frontiers"):
+        assert_frame_equal(getattr(again.results, name), getattr(report.results, name))
+    assert again.results.to_dict() == report.results.to_dict()
+    assert list(again.results.about["left_out"]) == ["Think Just Enough"]
+    assert again.recorded is not None
+    assert again.recorded.made_by["command"]
+    (reads,) = again.frame[again.frame.method == "FlashThink"].itertuples()  # at the one asked for
+    assert reads.probe_tokens == pytest.approx(3 * reads.tokens)
+    # The public function reads it in the place of labels, and what it saves is the same file.
+    ospruner.compare(str(tmp_path / SIGNALS_FILE), []).save(tmp_path / "again")
+    files = [one / SIGNALS_FILE for one in (tmp_path, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    # No text, and no path of this machine.
+    facts = json.loads(pq.read_schema(files[0]).metadata[b"ospruner"])
+    assert list(facts["policies"]) == ["price#1", "price#2", "probe#3", "flashthink#4"]
+    assert str(tmp_path.parent) not in json.dumps(facts["policies"]) + json.dumps(facts["methods"])
+    assert files[0].stat().st_size < 200_000
+
+
+def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
+    """Their rows are paired with the full trace's, whatever the order of their labels."""
+    right, there = TEST.table.full_correct, SHORT.table.full_correct[::-1]
+    row = report.frame[report.frame.method == CONCISE].iloc[0]
+    assert row.tokens == pytest.approx(SHORT.table.full_tokens.mean())
+    assert row.accuracy == pytest.approx(there.mean())
+    assert row.harmed == pytest.approx((right * (1 - there)).mean())
+    assert row.harmed > 0
+    (found,) = (x for x in report.evaluation.rules if x.method == CONCISE)
+    assert np.array_equal(found.outcome.correct, there)
+    fewer = dataclasses.replace(SHORT, dataset=SHORT.dataset.take(59))
+    with pytest.raises(ValueError, match="59 traces of 59 problems, 60 of 60.: label the same"):
+        compare(asked(TEST), [rules.Budget(40)], beside={CONCISE: fewer})
+
+
+def test_another_s_arithmetic_finds_the_same(report: Report, tmp_path: Path) -> None:
+    """`recompute.py` knows the file's columns and the formulas, and imports nothing of ours."""
+    report.save(tmp_path)
+    rows = list(recomputed(tmp_path))
+    assert {written["method"] for written, _ in rows} == {
+        "full trace",
+        "OS-Pruner, one policy",
+        "probe",
+        "fixed budget",
+        "hindsight oracle",
+    }
+    assert len(rows) > 30 + 20 + 20
+    for written, found in rows:
+        for name, value in found.items():
+            assert written[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (written, name)
+
+
+def test_stored_numbers_are_checked(
+    report: Report, tmp_path: Path, load_script: Callable[[str], ModuleType]
+) -> None:
+    """`make check-numbers` finds a number that was changed by hand; README's table reads such."""
+    check: Any = load_script("docs/check_numbers.py")
+    report.save(tmp_path / "run")
+    (tmp_path / "signals").mkdir()
+    file = tmp_path / "signals" / "thinker.frontier.gsm8k.parquet"
+    (tmp_path / "run" / SIGNALS_FILE).rename(file)
+    stored = report.results.to_dict()
+    whole = tmp_path / "thinker.json"
+    stored["frame"][3]["accuracy"] += 0.01
+    stored["frontiers"] = stored["frontiers"][:2]  # a part may stand there
+    whole.write_text(json.dumps({"frontier": {"gsm8k": stored}}))
+    (said,) = check.signals(tmp_path)
+    assert said.startswith("thinker.frontier.gsm8k.parquet, frame: accuracy of {'method': 'OS-")
+
+    text = load_script("docs/tables.py").readme(report.results.to_dict())
+    first = [line.split("|")[1].strip("* ") for line in text.splitlines()[2:] if "|" in line]
+    assert CONCISE in text
+    assert list(dict.fromkeys(one.split(",")[0].partition(":")[0] for one in first)) == [
+        "full trace",
+        "OS-Pruner",
+        "best classifier",
+        "best rule",
+        "best fixed budget",
+        "best fixed step",
+        "best fixed drop",
+        "hindsight oracle",
+    ]
+    areas = report.frontiers.set_index("method").validation_area
+    rivals = areas[~areas.index.str.contains("OS-Pruner|fixed|oracle")]
+    assert f"largest area there is {rivals.idxmax()}: for the accuracy of our" in text
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Recorded.read(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("no")
+    with pytest.raises(ValueError, match="no readable Parquet file"):
+        Recorded.read(tmp_path / "text.parquet")
+    pd.DataFrame({"split": ["test"]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="has format None and version None, this version of"):
+        Recorded.read(tmp_path / "other.parquet")
 
 
 def test_learnstop_learns_from_other_problems() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -35,34 +34,6 @@ def test_theorem_1(exact: Any, penalty: float, gap: float) -> None:
     _, threshold_value = exact.best_threshold(problem, penalty)
     assert threshold_value == pytest.approx(epsilon, rel=1e-12)
     assert optimum > gap * threshold_value
-
-
-def random_problem(exact: Any, seed: int, states: int = 6) -> Any:
-    rng = np.random.default_rng(seed)
-    transitions = np.triu(rng.random((states, states)), k=1)
-    transitions[rng.random(states) < 0.3] = 0.0
-    rows = transitions.sum(axis=1, keepdims=True)
-    transitions = np.divide(transitions, rows, out=np.zeros_like(transitions), where=rows > 0)
-    return exact.StoppingProblem(
-        correct=rng.random(states),
-        lengths=rng.integers(0, 20, states).cumsum().astype(float),
-        transitions=transitions,
-        initial=rng.dirichlet(np.ones(states)),
-    )
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_solution_is_the_best_of_all_deterministic_policies(exact: Any, seed: int) -> None:
-    problem, penalty = random_problem(exact, seed), 0.01
-    values = [
-        exact.policy_value(problem, np.array(stops, float), penalty)
-        for stops in itertools.product([0, 1], repeat=len(problem.correct))
-    ]
-    optimum, stop = exact.solve(problem, penalty)
-    assert optimum == pytest.approx(max(values), abs=1e-12)
-    kept = exact.policy_value(problem, stop.astype(np.float64), penalty)
-    assert kept == pytest.approx(optimum, abs=1e-12)
-    assert exact.best_threshold(problem, penalty)[1] <= optimum + 1e-12
 
 
 def test_linear_trace_as_problem_equals_replay(exact: Any) -> None:

@@ -1,30 +1,31 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from datasets import Dataset
 
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
 from ospruner.eval.measured import (
-    LabelledRow,
     Split,
     family_thresholds,
     measure,
     spread_values,
+    step_ends,
 )
-from ospruner.eval.replay import Outcome, replay_at, replay_budget, replay_step
+from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
 from ospruner.rules import (
     FAMILIES,
     Agreement,
     AnswerEntropy,
-    StopRule,
     ThinkJustEnough,
     TrialConfidence,
-    parse_rule,
 )
 
 from .evaluations import dataset_of, replay_rule
+from .test_compare import split
 
 ROWS = {
     # Each step of a trace: answer, tokens, mean log-probability, entropy.
@@ -50,31 +51,6 @@ def labelled() -> tuple[Dataset, TraceTable]:
 SUFFIX = 4  # tokens forced before every trial answer
 
 
-def replayed(text: str, split: Split) -> Outcome:
-    rule = parse_rule(text, split.same)
-    assert isinstance(rule, StopRule)
-    return replay_rule(split, rule)
-
-
-@pytest.mark.parametrize(
-    ("rule", "tokens", "probes"),
-    [
-        # entropy 0.4: one token each, tried at steps 1 and 2, and at both free steps of the other
-        ("entropy:0.4", [20, 30], [2 * (SUFFIX + 1), 2 * (SUFFIX + 1)]),
-        # exp(-0.01) is reached at step 3; the other's first answer never closed its box
-        ("confidence:0.95", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
-        ("agreement:2", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
-    ],
-)
-def test_trial_answers_decide_and_are_charged(
-    rule: str, tokens: list[float], probes: list[float]
-) -> None:
-    dataset, table = labelled()
-    outcome = replayed(rule, Split(dataset, table, SUFFIX))
-    assert outcome.tokens.tolist() == tokens
-    assert outcome.probe_tokens.tolist() == probes
-
-
 def test_the_compute_of_trial_answers_by_hand() -> None:
     """One layer: 100 operations a token and 10 for each token attended to, 1,000 for logits."""
     dataset, table = labelled()
@@ -95,41 +71,15 @@ def test_the_compute_of_trial_answers_by_hand() -> None:
     assert outcome.flops[0] == stopped + trials
     free = replay_rule(Split(dataset, table, SUFFIX), AnswerEntropy(0.4))
     np.testing.assert_array_equal(outcome.tokens, free.tokens)
+    # What never closed its box, or would have beyond the cap, is no answer.
+    for rule, tokens in ((TrialConfidence(0.95), [30, 30]), (Agreement(2, max_tokens=1), [40, 30])):
+        assert replay_rule(Split(dataset, table, SUFFIX), rule).tokens.tolist() == tokens
     assert compute.tail(charged, 1)[0, 1] == read(0, 25)
     queries, last = compute.tail(charged, 1, queries=True), int(table.last[0])
     assert queries[0, 1] == read(14, 15) + read(24, 25)
     assert queries[0, last] == queries[0, last - 1]
     with pytest.raises(ValueError, match="trial answers have no price: give the Split the"):
         replay_rule(Split(dataset, charged, SUFFIX), AnswerEntropy(0.4))
-
-
-def test_deer_tries_answers_only_before_transition_words() -> None:
-    dataset, table = labelled()
-    # Token 1 is " Wait", any other a word; the first trace goes on with it after step 3 only, the
-    # second never. Confidence alone would stop the first trace at step 3, too, but charge more.
-    traces = [[0] * (10 * len(steps)) for steps in ROWS.values()]
-    traces[0][30] = 1
-    both = dataset.add_column("trace_ids", traces)
-
-    def decode(ids: list[int]) -> str:
-        return "".join(" Wait" if one == 1 else " so" for one in ids)
-
-    outcome = replayed("deer:0.95", Split(both, table, SUFFIX, decode))
-    assert outcome.tokens.tolist() == [30, 30]
-    assert outcome.probe_tokens.tolist() == [SUFFIX + 2, 0]
-    early = replayed("deer:0.995", Split(both, table, SUFFIX, decode))
-    assert early.tokens.tolist() == [40, 30]
-
-
-def test_rules_that_read_lengths_cost_nothing() -> None:
-    dataset, table = labelled()
-    for rule, expected in (
-        ("budget:15", replay_budget(table, 15)),
-        ("step:2", replay_step(table, 2)),
-    ):
-        outcome = replayed(rule, Split(dataset, table, SUFFIX))
-        np.testing.assert_array_equal(outcome.columns(), expected.columns())
-        assert outcome.probe_tokens.tolist() == [0, 0]
 
 
 def test_what_labels_do_not_tell_is_refused() -> None:
@@ -139,37 +89,31 @@ def test_what_labels_do_not_tell_is_refused() -> None:
         replay_rule(split, TrialConfidence(0.9, transition_words=("Wait",)))
     with pytest.raises(ValueError, match="goes by the entropy of the thinking"):
         replay_rule(split, ThinkJustEnough(0.5))
+    entropies = [[None, *(step[3] for step in steps[1:])] for steps in ROWS.values()]
     nulls = [[None] * len(steps) for steps in ROWS.values()]
-    old = dataset.remove_columns("forced_entropy").add_column("forced_entropy", nulls)
+    bare = dataset.remove_columns("forced_entropy")
+    partly, old = (bare.add_column("forced_entropy", one) for one in (entropies, nulls))
+    assert replay_rule(Split(partly, table, SUFFIX), AnswerEntropy(0.4)).tokens.tolist() == [20, 30]
     with pytest.raises(ValueError, match="forced_entropy is null.*label again"):
         replay_rule(Split(old, table, SUFFIX), AnswerEntropy(0.4))
 
 
-def random_split(seed: int, traces: int = 12, steps: int = 15) -> Split:
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(1, steps, traces).tolist()
-    ends = [rng.integers(3, 40, T).cumsum().tolist() for T in counts]
-    dataset = dataset_of(
-        ends,
-        forced_answers=[rng.choice(["1", "2", "2.0", "", "no"], T).tolist() for T in counts],
-        forced_correct=[rng.integers(0, 2, T).astype(float).tolist() for T in counts],
-        forced_answer_tokens=[rng.integers(1, 30, T).tolist() for T in counts],
-        forced_logprob=[(-rng.exponential(0.05, T)).tolist() for T in counts],
-        forced_entropy=[rng.exponential(0.4, T).tolist() for T in counts],
-        forced_answer_entropy=[rng.exponential(0.6, T).tolist() for T in counts],
-        trace_ids=[rng.integers(0, 6, one[-1]).tolist() for one in ends],
-    )
+def random_split(seed: int) -> Split:
+    """Labels of `test_compare` whose answers and words are drawn."""
+    plain, rng = split(seed, "m", 12), np.random.default_rng(seed)
+    steps = plain.table.num_steps
+    answers = [rng.choice(["1", "2", "2.0", "", "no"], T).tolist() for T in steps]
+    traces = [rng.integers(0, 6, T).tolist() for T in plain.table.full_tokens]
+    dataset = plain.dataset.remove_columns(["forced_answers", "trace_ids"])
+    dataset = dataset.add_column("forced_answers", answers).add_column("trace_ids", traces)
     words = ["wait two", "the answer is 4", "hmm two", "Wait", "now two and two", "\\boxed{4}"]
-    table = TraceTable.from_dataset(dataset)
-    entropy = rng.random(table.mask.shape)
-    return Split(
-        dataset,
-        table,
-        SUFFIX,
-        lambda ids: " ".join(words[i] for i in ids[:4]),
-        None,
-        lambda a, b: a.rstrip(".0") == b.rstrip(".0"),
-        lambda: entropy,
+    entropy = rng.random(plain.table.mask.shape)
+    return replace(
+        plain,
+        dataset=dataset,
+        decode=lambda ids: " ".join(words[i] for i in ids[:4]),
+        same=lambda a, b: a.rstrip(".0") == b.rstrip(".0"),
+        thinking_entropy=lambda: entropy,
     )
 
 
@@ -180,25 +124,16 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
     measured, table = measure(split, family), split.table
     grid = family_thresholds(family, measured.signals, 9)
     assert (grid[0], grid[-1]) == (family.at_once, family.never)
-    short = [measured.outcome(table, family, value).mean_tokens for value in grid]
+    outcomes = [measured.outcome(table, family(value)) for value in grid]
+    short = [outcome.mean_tokens for outcome in outcomes]
     assert short == sorted(short)
-    for value in grid:
+    for value, outcome in zip(grid, outcomes, strict=True):
         stops = []
         for n in range(len(table)):
             decide = family(value, same=split.same).for_row()
-            ends = LabelledRow(split, n, split.dataset[:]).ends()
+            ends = step_ends(split, n, split.dataset[:], np.zeros(2))
             stops.append(next((end.step for end in ends if decide(end)[0]), int(table.last[n])))
-        np.testing.assert_array_equal(
-            measured.outcome(table, family, value).tokens, replay_at(table, stops).tokens
-        )
-
-
-def test_agreement_goes_by_what_the_task_calls_the_same() -> None:
-    dataset, table = labelled()
-    strict = replay_rule(Split(dataset, table, SUFFIX), Agreement(2))
-    assert strict.tokens.tolist() == [30, 30]
-    loose = replay_rule(Split(dataset, table, SUFFIX), Agreement(2, same=lambda a, b: True))
-    assert loose.tokens.tolist() == [20, 30]
+        np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)
 
 
 def test_values_are_spread_by_rank_and_counted_once() -> None:

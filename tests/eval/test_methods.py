@@ -73,14 +73,6 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
         parse_policies([str(ours), str(other)])
 
 
-def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path) -> None:
-    seeds = [str(save(tmp_path / name)) for name in ("seed0", "seed1")]
-    assert [(use.path, use.parameter) for use in parse_policies(seeds)] == [
-        (seeds[0], 1e-4),
-        (seeds[1], 1e-4),
-    ]
-
-
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
     use = parse_policies([str(save(tmp_path / "ours"))])[0]
     labels = LabelSettings(

@@ -1,10 +1,11 @@
-"""Online evaluation on the embedded reasoner, and its agreement with labels and replay."""
+"""The commands on the embedded reasoner; online evaluation, and that it agrees with replay."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import comparing, rules
+from ospruner.cli import app
 from ospruner.comparing import Judged, compare
 from ospruner.demo.shipped import (
     FORMAT,
@@ -24,8 +27,9 @@ from ospruner.demo.shipped import (
     draw_split,
 )
 from ospruner.eval.compare import Report
-from ospruner.eval.evaluation import Evaluation, bootstrap_means
+from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.metrics import AesVariant
 from ospruner.eval.online import (
     Generator,
     OnlineProblem,
@@ -35,6 +39,7 @@ from ospruner.eval.online import (
 )
 from ospruner.eval.problems.task import Math
 from ospruner.eval.report.summary import told
+from ospruner.eval.results import Results
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.train.labels.making import Labeller, label_problems
@@ -96,20 +101,16 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
     undisturbed = evaluate(tmp_path / "other", Counting())
     for one, other in zip(evaluation.rules, undisturbed.rules, strict=True):
         np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
-    more = Counting()
-    evaluate(tmp_path / "run", more, [rules.Budget(40), rules.Budget(9)])
-    assert {name for name, _ in more.runs} == {"9"}  # the others are there
-
-
-def test_what_rows_say_is_what_results_say(tmp_path: Path) -> None:
-    evaluation = evaluate(tmp_path, Counting())
+    # What rows say is what results say.
     full, budget = (row for _, row in evaluation.frame().iterrows())
     assert (full["traces"], full["problems"]) == (2 * len(PROBLEMS), len(PROBLEMS))
     assert (budget["method"], budget["parameter"]) == ("fixed budget", 40)
-    assert full["accuracy"] == 0.5
-    assert (full["tokens"], budget["tokens"]) == (100.5, 40.5)
+    assert (full["accuracy"], full["tokens"], budget["tokens"]) == (0.5, 100.5, 40.5)
     assert budget["time_ratio"] == pytest.approx(0.4)
     assert budget["tokens_per_second"] == pytest.approx((40.5 + 4) / 4)
+    more = Counting()
+    evaluate(tmp_path / "run", more, [rules.Budget(40), rules.Budget(9)])
+    assert {name for name, _ in more.runs} == {"9"}  # the others are there
 
 
 def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> None:
@@ -281,30 +282,6 @@ def test_free_answers_have_the_room_that_the_labels_give(
     np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
 
 
-@pytest.mark.slow
-def test_samples_lie_where_replay_expects_them(
-    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
-) -> None:
-    """Replay of independent traces lies within the intervals of the difference."""
-    labels = reasoner.label(draw_split("test", 48, 0), tmp_path, seed=11)
-    methods = [use.path, "budget:100"]
-    online = compare(
-        tmp_path, methods, online=True, samples=2, seed=3, batch_problems=12
-    ).evaluation
-    replayed = compare(tmp_path, methods).evaluation
-    assert len(labels) == len(replayed) == len(online) / 2
-    for one, other in zip(online.rules, replayed.rules, strict=True):
-        for name in ("correct", "tokens"):
-            by_problem = np.bincount(online.problem_index, vars(one.outcome)[name]) / 2
-            less = by_problem - vars(other.outcome)[name]
-            drawn = bootstrap_means(less[:, None], np.arange(48))
-            low, high = np.quantile(drawn, [0.0005, 0.9995])
-            assert low <= 0 <= high, (one.method, name, low, high)
-    row = online.frame().loc[1]
-    assert 0 < row["time_ratio"] < 5
-    assert row["tokens_per_second_low"] > 0
-
-
 def test_what_cannot_be_generated_is_refused_at_once(
     reasoner: Reasoner, use: PolicyUse, tmp_path: Path
 ) -> None:
@@ -329,3 +306,62 @@ def test_what_cannot_be_generated_is_refused_at_once(
     with pytest.raises(ValueError, match="FlashThink's verifier is a second model"):
         compare(labels, [str(other)], online=True, out=out)
     assert not out.exists()
+
+
+def test_the_commands_replay_report_and_compare(
+    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
+) -> None:
+    reasoner.label(draw_split("test", 6, 0), tmp_path / "labels", seed=11)
+    command = CliRunner()
+
+    def run(*arguments: str) -> str:
+        result = command.invoke(app, ["compare", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    labels, out = str(tmp_path / "labels"), str(tmp_path / "out" / "toy")
+    common = ["--set", "benchmark=toy", labels, use.path]
+    rules = ["budget:100", "entropy:0.4", "--set", "rewards_at=1e-3"]
+    numbers = str(tmp_path / "numbers.json")
+    text = run(*common, *rules, "--out", out, "--json", numbers)
+    assert "OS-Pruner" in text
+    assert "less each other" not in text
+    found = Results.read(numbers)
+    frame = found.rules.set_index("method")
+    assert frame.index.tolist() == ["full trace", "OS-Pruner", "fixed budget", "answer entropy"]
+    assert frame["probe_tokens"]["answer entropy"] > 0
+    assert found.natural_accuracy is not None
+    assert found.natural_accuracy.value >= 0
+    assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
+    # From what every method said, without labels and weights.
+    anew = tmp_path / "anew"
+    assert "OS-Pruner" in run(str(Path(out) / "signals.parquet"), "--out", str(anew))
+    assert Results.read(anew / "results.json").to_dict() == found.to_dict()
+    assert (frame["flops_ratio"] > 0).all()
+    assert frame["flops_ratio"]["full trace"] == 1
+    assert 0 < frame["flops"]["fixed budget"] < frame["flops"]["full trace"]
+    assert not frame["aes_label"].str.contains("of compute").any()
+    assert "FLOP" in text
+    methods = [use.path, str(shutil.copytree(use.path, tmp_path / "twin")), "entropy:0.4"]
+    by_compute = AesVariant(charge="compute")
+    report = compare(labels, methods, variant=by_compute, rewards_at=[1e-3])
+    pooled = report.frame.set_index("method")
+    # The same policy twice is one row.
+    assert pooled.index.tolist()[:3] == ["full trace", "OS-Pruner", "answer entropy"]
+    assert pooled["tokens"]["OS-Pruner"] == frame["tokens"]["OS-Pruner"]
+    # Trial answers cost more compute than they are charged in tokens.
+    paid, free = pooled.loc["answer entropy"], frame.loc["answer entropy"]
+    assert paid["aes"] < free["aes"]
+    assert paid["reward@1e-3"] < free["reward@1e-3"]
+    assert paid["tokens"] == free["tokens"]
+    with pytest.raises(ValueError, match="charge is 'money'"):
+        run(*common, "--out", out, "--set", "charge=money")
+    assert "report.md" in run(str(tmp_path / "out"), "--json", numbers)
+    (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
+    assert (again.dataset, again.setting) == ("toy", found.setting)
+    assert again.rules["setting"].tolist() == found.rules["setting"].tolist()
+    with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
+        run("--set", "benchmark=other", *common[2:], "--out", out)
+    with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
+        run(*common, "--limit", "0", "--out", str(tmp_path / "x"))

@@ -1,3 +1,5 @@
+"""Replay, resamples, scores and frontiers: by hand, and against other rules."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,28 +11,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ospruner.eval.compare import FIXED, fixed_rules, worth_asking
 from ospruner.eval.evaluation import (
     Evaluation,
     Rule,
-    chosen,
-    pool_seeds,
-    seed_weights,
-    validation_scores,
+    bootstrap_means,
+    choose,
+    intervals,
 )
+from ospruner.eval.frontiers import frontiers, hull
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
     Outcome,
+    hindsight_oracle,
+    hindsight_oracle_no_loss,
     pool,
     replay,
     replay_at,
     replay_budget,
+    replay_drop,
     replay_full,
     replay_step,
 )
 from ospruner.eval.results import Estimate
-from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.table import FloatArray, IntArray, TraceTable
 
-from .evaluations import make_table
+from .evaluations import make_table, tabled
 
 
 def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> list[Any]:
@@ -39,75 +45,31 @@ def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> 
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
-def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray, FloatArray]:
-    """Mean correctness and tokens per trace over sampled runs, walking step by step."""
-    rng = np.random.default_rng(0)
-    correct, tokens = np.zeros(len(table)), np.zeros(len(table))
-    for n in range(len(table)):
-        for _ in range(draws):
-            step = 0
-            while step < table.num_steps[n] - 1 and rng.random() >= pi[n, step]:
-                step += 1
-            correct[n] += table.correct[n, step] / draws
-            tokens[n] += table.lengths[n, step] / draws
-    return correct, tokens
-
-
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
-    table = make_table(5, traces=40)
+    """Of two rules that are as often right on validation, half of them choose the other."""
+    table, nothing = make_table(5, traces=40), np.zeros(40)
     first, full = replay_step(table, 1), replay_full(table)
-
+    half = np.arange(40) < 20
+    there = [
+        Outcome(right.astype(np.float64), np.full(40, k + 1.0), *[nothing] * 10)
+        for k, right in enumerate((half, ~half))
+    ]
+    rules = [
+        Rule("chosen", one, k, validation=(on_validation,))
+        for k, (one, on_validation) in enumerate(zip((first, full), there, strict=True))
+    ]
+    base = replace(there[1], tokens=np.full(40, 9.0))
     accurate = AesVariant(alpha=0, beta=1, gamma=1)  # whatever the length
-
-    def rule(wins: int) -> Rule:
-        """Chosen where the first of two is right on so many of 40 problems, the second on 20."""
-        right = np.zeros((2, 40))
-        right[0, :wins], right[1, 20:] = 1, 1
-        nothing = np.zeros(40)
-        short, long = (
-            Outcome(row, np.full(40, k + 1.0), *[nothing] * 10) for k, row in enumerate(right)
-        )
-        rules = [
-            Rule("chosen", outcome, k, validation=(on_validation,))
-            for k, (outcome, on_validation) in enumerate(
-                zip([first, full], [short, long], strict=True)
-            )
-        ]
-        base = replace(long, tokens=np.full(40, 9.0))
-        taken, _ = chosen(rules, validation_scores(rules, base, np.arange(40), accurate))
-        assert taken.parameter == int(wins < 20)
-        return taken
-
-    plain = summarise([Rule("first", first), Rule("full", full)], full, table.problem_index)
-    # Always right and never right: no resample chooses otherwise.
-    for wins, same in ((40, plain[0]), (0, plain[1])):
-        one = rule(wins)
-        assert one.picks is not None
-        assert set(one.picks.tolist()) == {int(wins < 20)}
-        (found,) = summarise([one], full, table.problem_index)
-        assert (found.tokens, found.accuracy) == (same.tokens, same.accuracy)
-    # As often right: half of the resamples choose the other, and the interval says so.
-    even = rule(20)
+    even, scores = choose(rules, base, np.arange(40), accurate)
+    assert even.parameter == 0
+    assert scores[0] == scores[1]
     assert even.picks is not None
-    picks = even.picks
-    assert picks[0] == 0
-    assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
-    (found,) = summarise([even], full, table.problem_index)
-    assert found["tokens"] == plain[0]["tokens"]
-    assert found["tokens_high"] == pytest.approx(plain[1]["tokens_high"], rel=0.05)
-    assert found["tokens_low"] == pytest.approx(plain[0]["tokens_low"], rel=0.05)
-
-
-def test_expectation_equals_simulation() -> None:
-    table = make_table(0, traces=10)
-    pi = np.random.default_rng(1).random(table.mask.shape)
-    outcome = replay(table, pi)
-    correct, tokens = simulate(table, pi, draws=3000)
-    np.testing.assert_allclose(outcome.correct, correct, atol=0.04)
-    np.testing.assert_allclose(outcome.tokens, tokens, atol=2.5)
-    assert np.isnan(outcome.flops).all()  # not counted
-    charged = replay(replace(table, flops=7 * table.lengths.astype(np.float64)), pi)
-    np.testing.assert_allclose(charged.flops, 7 * outcome.tokens)
+    assert even.picks[0] == 0
+    assert 0.3 < even.picks.mean() < 0.5  # where both are as accurate, the first
+    one, other, found = summarise([*rules, even], full, table.problem_index)
+    assert found["tokens"] == one["tokens"]
+    assert found["tokens_high"] == pytest.approx(other["tokens_high"], rel=0.05)
+    assert found["tokens_low"] == pytest.approx(one["tokens_low"], rel=0.05)
 
 
 @given(st.integers(0, 10**6), st.floats(0, 1))
@@ -122,36 +84,26 @@ def test_modes_agree_where_they_must(seed: int, threshold: float) -> None:
     np.testing.assert_array_equal(never.columns(), replay_full(table).columns())
     always = replay(table, np.ones_like(pi))
     np.testing.assert_array_equal(always.columns(), replay_step(table, 1).columns())
+    drawn = replay(replace(table, flops=7 * table.lengths.astype(np.float64)), pi)
+    np.testing.assert_allclose(drawn.flops, 7 * drawn.tokens)
+    # Help less harm is the accuracy gained.
+    gained = drawn.correct - never.correct
+    np.testing.assert_allclose(drawn.helped - drawn.harmed, gained, atol=1e-12)
+    assert (drawn.helped >= 0).all()
+    assert (drawn.harmed >= -1e-15).all()
 
 
-@given(st.integers(0, 10**6))
-@settings(deadline=None, max_examples=50)
-def test_help_minus_harm_is_the_accuracy_gained(seed: int) -> None:
-    table = make_table(seed)
-    outcome = replay(table, np.random.default_rng(seed).random(table.mask.shape))
-    gained = outcome.correct - replay_full(table).correct
-    np.testing.assert_allclose(outcome.helped - outcome.harmed, gained, atol=1e-12)
-    assert (outcome.helped >= 0).all()
-    assert (outcome.harmed >= -1e-15).all()
-
-
-def test_budget_ends_softly_at_the_first_step_that_reaches_it() -> None:
-    table = make_table(2)
+def test_fixed_rules_end_softly_and_at_the_end_of_short_traces() -> None:
+    table, full = make_table(2), replay_full(make_table(2))
     for budget in (0, 1, 17, 60, 10**6):
         outcome = replay_budget(table, budget)
         for n in range(len(table)):
             ends = table.lengths[n, : table.num_steps[n]]
             reached = ends[ends >= budget]
             assert outcome.tokens[n] == (reached[0] if reached.size else ends[-1])
-
-
-def test_step_and_index_stop_at_the_end_of_short_traces() -> None:
-    table = make_table(3)
     third = replay_step(table, 3)
     assert (third.tokens == table.lengths[np.arange(40), np.minimum(2, table.last)]).all()
-    np.testing.assert_array_equal(
-        replay_at(table, np.full(40, 99)).columns(), replay_full(table).columns()
-    )
+    np.testing.assert_array_equal(replay_at(table, np.full(40, 99)).columns(), full.columns())
 
 
 def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
@@ -178,12 +130,15 @@ def test_errors() -> None:
     for message, arguments in bad:
         with pytest.raises(ValueError, match=message):
             replay(table, *arguments)
-    with pytest.raises(ValueError, match="budget_tokens is -1"):
-        replay_budget(table, -1)
-    with pytest.raises(ValueError, match="step is 0"):
-        replay_step(table, 0)
-    with pytest.raises(ValueError, match="step_index"):
-        replay_at(table, [1])
+    refused: list[tuple[str, Any, Any]] = [
+        ("budget_tokens is -1", replay_budget, -1),
+        ("step is 0", replay_step, 0),
+        ("step_index", replay_at, [1]),
+        ("price is -1", hindsight_oracle, -1),
+    ]
+    for message, replayed, value in refused:
+        with pytest.raises(ValueError, match=message):
+            replayed(table, value)
 
 
 def test_summarise_and_compare() -> None:
@@ -212,25 +167,17 @@ def test_summarise_and_compare() -> None:
     relative = summarise(rules, full, table.problem_index, variant=AES_RELATIVE)[1]
     assert relative["aes_label"] == "relative, α=1, β=3, γ=7"
     assert relative["aes"] != result["aes"]
-
-
-def test_a_baseline_that_is_never_right_gives_no_relative_score() -> None:
-    table = make_table(8)
-    zeros = np.zeros(len(table))
-    base = replace(replay_full(table), correct=zeros)
-    rules = [Rule("step", replay_step(table, 1))]
-    result = summarise(rules, base, table.problem_index, variant=AES_RELATIVE)[0]
-    assert np.isnan(result["aes"])
-    assert np.isnan(result["aes_low"])
+    # A baseline that is never right gives no relative score.
+    never = replace(full, correct=np.zeros(len(table)))
+    result = summarise(rules[1:], never, table.problem_index, variant=AES_RELATIVE)[0]
+    assert np.isnan([result["aes"], result["aes_low"]]).all()
     assert not np.isnan(result["accuracy_low"])
 
 
 def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> None:
     """Two rules with the same stops; one of them computes as much again to decide."""
-    table = make_table(9)
-    table = replace(
-        table, flops=100 + table.lengths.astype(np.float64)
-    )  # a prompt of 100, a token of one
+    table = make_table(9)  # a prompt of 100 operations, a token of one
+    table = replace(table, flops=100 + table.lengths.astype(np.float64))
     full = replay_full(table)
     stops, more_flops = np.zeros(len(table), dtype=int), np.full(table.mask.shape, 50.0)
     probes = np.full(table.mask.shape, 7.0)
@@ -260,57 +207,34 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     scored = both_paid(outcome.accuracy, spent, full.accuracy, whole)
     assert one["aes"] == pytest.approx(float(scored))
     early = table.last > 0
-    after = table.answer_tokens[early, 0].mean()
-    assert one["answer_after_stop"] == pytest.approx(after)
-    ends = table.answer_tokens[~early, 0]
-    assert one["answer_after_end"] == pytest.approx(
-        ends.mean() if len(ends) else np.nan, nan_ok=True
-    )
+    assert one["answer_after_stop"] == pytest.approx(table.answer_tokens[early, 0].mean())
+    assert one["answer_after_end"] == pytest.approx(table.answer_tokens[~early, 0].mean())
     both = Evaluation([Rule("full", full), free, paid], table.problem_index)
     between = both.differences(variant).set_index("other").loc["paid"]
     assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
     assert both.differences().set_index("other")["aes"]["paid"] == 0
-    uncounted = make_table(9)
+    uncounted = replay_full(make_table(9))
     with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
-        summarise(
-            [Rule("full", full)], replay_full(uncounted), uncounted.problem_index, variant=variant
-        )
+        summarise([Rule("full", full)], uncounted, table.problem_index, variant=variant)
     with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'generated'"):
         AesVariant(charge="money")  # type: ignore[arg-type]
-
-
-def test_pooling_by_hand() -> None:
-    """Two seeds on two traces: each number of a trace is the mean of the seeds'."""
-    table = make_table(3, traces=2)
-    table = replace(table, flops=10 * table.lengths.astype(np.float64))
-    stops = [np.zeros(2, int), table.last]
-    one, other = (replay_at(table, at) for at in stops)
-    both = pool([one, other])
-    for n in range(2):
-        first, last = (int(at[n]) for at in stops)
-        assert both.tokens[n] == (table.lengths[n, first] + table.lengths[n, last]) / 2
-        assert both.correct[n] == (table.correct[n, first] + table.correct[n, last]) / 2
-        assert both.flops[n] == 10 * both.tokens[n]
-        assert both.harmed[n] == (one.harmed[n] + other.harmed[n]) / 2
-    assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
-    assert np.isnan(both.seconds).all()
-    np.testing.assert_array_equal(pool([one]).columns(), one.columns())
 
 
 def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     """Seeds that differ more than problems do widen the interval; equal seeds do not."""
     table = make_table(5, traces=400)
-    full = replay_full(table)
-    one = replay_step(table, 1)
+    table = replace(table, flops=10 * table.lengths.astype(np.float64))
+    full, one = replay_full(table), replay_step(table, 1)
     better = replace(one, correct=np.minimum(one.correct + 0.4, 1))
-    apart = [Rule("x", one, 1e-3, "price"), Rule("x", better, 1e-3, "price")]
-    rules = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "price")])
-    assert [rule.name for rule in rules] == ["full", "x price=1e-3", "x price=1e-4"]
-    assert [len(rule.seeds) for rule in rules] == [1, 2, 1]
-    assert rules[1].outcome.correct == pytest.approx((one.correct + better.correct) / 2)
-    same = replace(rules[1], outcome=one, seeds=(one, one))
-    alone = Rule("x", one)
-    two, twins, single = summarise([rules[1], same, alone], full, table.problem_index)
+    both = pool([one, better])
+    for name in ("correct", "tokens", "helped", "flops"):  # each number of a trace is their mean
+        mean = (vars(one)[name] + vars(better)[name]) / 2
+        np.testing.assert_array_equal(vars(both)[name], mean)
+    assert np.isnan(both.seconds).all()
+    np.testing.assert_array_equal(pool([one]).columns(), one.columns())
+    apart = Rule("x", both, 1e-3, "price", (one, better))
+    same, alone = replace(apart, outcome=one, seeds=(one, one)), Rule("y", one)
+    two, twins, single = summarise([apart, same, alone], full, table.problem_index)
     middle = (one.accuracy + better.accuracy) / 2
     assert two["accuracy"] == pytest.approx(middle)
     # Of two seeds drawn with replacement half the draws hold one of them twice.
@@ -318,15 +242,204 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert two["accuracy_high"] > better.accuracy - 0.03
     assert twins["accuracy"] == single["accuracy"]
     assert twins["accuracy_low"] == pytest.approx(single["accuracy_low"])
-    rules = [Rule("full", full), rules[1], replace(alone, method="y")]
+    rules = [Rule("full", full), apart, alone]
     between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["y"]
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 
-def test_the_seeds_weights() -> None:
-    weights = seed_weights(3, replicates=4000)
-    np.testing.assert_allclose(weights.sum(axis=1), 1)
-    np.testing.assert_allclose(weights[0], 1 / 3)
-    assert set(np.round(3 * weights[1:].ravel()).astype(int)) == {0, 1, 2, 3}
-    np.testing.assert_allclose(weights.mean(axis=0), 1 / 3, atol=0.01)
-    np.testing.assert_array_equal(seed_weights(1, 5), np.ones((6, 1)))
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 1e-3, 1e-2, 0.1]))
+@settings(deadline=None, max_examples=40)
+def test_no_rule_beats_the_oracle(seed: int, penalty: float) -> None:
+    table = make_table(seed)
+    oracle = hindsight_oracle(table, penalty)
+    best = oracle.correct - penalty * oracle.tokens
+    rng = np.random.default_rng(seed)
+    for outcome in (
+        replay_full(table),
+        replay(table, rng.random(table.mask.shape)),
+        replay_at(table, rng.integers(0, 9, len(table))),
+        hindsight_oracle_no_loss(table),
+    ):
+        assert (outcome.correct - penalty * outcome.tokens <= best + 1e-12).all()
+
+
+def test_oracles_by_hand() -> None:
+    steps = np.ones((3, 3), bool)
+    table = replace(
+        make_table(seed=0, traces=3, steps=3),
+        mask=steps,
+        num_steps=np.array([3, 3, 3]),
+        lengths=np.array([[10, 20, 30]] * 3),
+        correct=np.array([[0, 1, 1], [0, 1, 0], [0, 0, 0]], np.float64),
+        answer_tokens=5 * steps,
+    )
+    oracle = hindsight_oracle(table)
+    assert oracle.tokens.tolist() == [20, 20, 10]
+    assert oracle.correct.tolist() == [1, 1, 0]
+    assert oracle.helped.tolist() == [0, 1, 0]
+    assert hindsight_oracle(table, 0.2).tokens.tolist() == [10, 10, 10]
+    no_loss = hindsight_oracle_no_loss(table)
+    assert no_loss.tokens.tolist() == [20, 10, 10]
+    assert no_loss.accuracy == replay_full(table).accuracy
+
+
+def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
+    validation, test = make_table(seed=3, traces=40), make_table(seed=4)
+    full = replay_full(validation)
+
+    def score(outcome: Outcome) -> float:
+        return float(
+            AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens)
+        )
+
+    found = fixed_rules(validation, test)
+    assert {name: of[0].parameter_name for name, of in found.items()} == FIXED
+    for name, replayed, values in (
+        ("fixed budget", replay_budget, range(int(validation.lengths.max()) + 2)),
+        ("fixed step", replay_step, range(1, 10)),
+        ("fixed drop", replay_drop, range(1, 10)),
+    ):
+        rule, _ = choose(found[name], full, validation.problem_index)
+        assert rule.parameter is not None
+        value = int(rule.parameter)
+        assert score(replayed(validation, value)) == max(
+            score(replayed(validation, one)) for one in values
+        )
+        assert rule.outcome.tokens.tolist() == replayed(test, value).tokens.tolist()
+        assert rule.picks is not None
+        assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
+
+
+def test_aes_by_hand() -> None:
+    assert float(AES_ABSOLUTE(0.8, 50, 0.8, 100)) == pytest.approx(0.5)
+    assert float(AES_ABSOLUTE(0.9, 50, 0.8, 100)) == pytest.approx(0.5 + 0.3)
+    assert float(AES_ABSOLUTE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 0.5)
+    assert float(AES_RELATIVE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 7 / 8)
+    assert AES_ABSOLUTE([0.8, 0.9], [100, 50], 0.8, 100).shape == (2,)
+    assert AES_RELATIVE.label == "relative, α=1, β=3, γ=7"
+    assert AES_ABSOLUTE.label == "absolute, α=1, β=3, γ=5"
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
+def test_aes_rises_with_accuracy_and_falls_with_tokens(
+    accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
+) -> None:
+    base = max(base, 0.01)
+    aes = AES_RELATIVE if relative else AES_ABSOLUTE
+    here = float(aes(accuracy, tokens, base, base_tokens))
+    assert float(aes(min(1, accuracy + 0.1), tokens, base, base_tokens)) >= here
+    assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
+
+
+def test_aes_errors() -> None:
+    with pytest.raises(ValueError, match="accuracy is 80"):
+        AES_ABSOLUTE(80, 50, 0.8, 100)
+    with pytest.raises(ValueError, match="base_tokens is 0"):
+        AES_ABSOLUTE(0.8, 50, 0.8, 0)
+
+
+def test_bootstrap_resamples_whole_problems() -> None:
+    """Each problem's traces stay together: means are those of whole problems drawn with repeats."""
+    problem_index = np.array([0, 0, 0, 1])
+    values = np.array([[1.0], [1.0], [1.0], [0.0]])
+    means = bootstrap_means(values, problem_index, replicates=4000, seed=1)
+    assert {round(float(m), 9) for m in np.unique(means)} == {0.0, 0.75, 1.0}
+    assert float((means == 0.75).mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def interval(values: FloatArray, index: IntArray, replicates: int, seed: int = 0) -> Estimate:
+    drawn = bootstrap_means(values[:, None], index, replicates, seed)
+    found = intervals({"x": np.concatenate([[[values.mean()]], drawn])})
+    return Estimate.of(found.iloc[0], "x")
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(200):
+        rate = rng.beta(2, 2, 80)  # problems differ in difficulty
+        index = np.repeat(np.arange(80), 4)
+        found = interval((rng.random(320) < rate[index]).astype(np.float64), index, 400, trial)
+        hits += found.low <= 0.5 <= found.high
+    assert 0.90 <= hits / 200 <= 0.985
+
+
+def table_of(grades: list[list[float]]) -> TraceTable:
+    """Traces whose steps take 10 tokens each."""
+    correct = np.array(grades)
+    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
+    return tabled(np.ones(correct.shape, bool), correct=correct, lengths=lengths)
+
+
+# Right from the second step on, or only at the fourth.
+TABLE = table_of([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
+ORACLE = hindsight_oracle(TABLE)
+
+
+def at(step: int) -> Outcome:
+    return replay_step(TABLE, step)
+
+
+def method(
+    test: Sequence[Outcome | Sequence[Outcome]],
+    validation: Sequence[Outcome | Sequence[Outcome]] | None = None,
+) -> list[Rule]:
+    """A method's rules with their outcomes on both, the same where only one is given."""
+    both = [
+        [(one,) if isinstance(one, Outcome) else tuple(one) for one in outcomes]
+        for outcomes in (test, test if validation is None else validation)
+    ]
+    return [
+        Rule("m", pool(seeds), float(k), "price", seeds if len(seeds) > 1 else (), chosen_on)
+        for k, (seeds, chosen_on) in enumerate(zip(*both, strict=True))
+    ]
+
+
+def gap_closed(
+    rules: list[Rule], price: float, table: TraceTable = TABLE, replicates: int = 200
+) -> Estimate:
+    frame, _ = frontiers({"m": rules}, table, table, [price], replicates)
+    return Estimate(*frame.filter(like="gap@").iloc[0])
+
+
+def test_the_hull_leaves_out_what_a_mixture_beats() -> None:
+    # tokens 10, 20, 30, 40, 50 with accuracy 0, .6, .6, 1, 1
+    points = np.array([(o.mean_tokens, o.accuracy) for o in map(at, (5, 3, 1, 4, 2))])
+    assert points[hull(points), 0].tolist() == [10, 20, 40, 50]
+    assert hull(points[[4, 4]]) == [0]
+
+
+def test_areas_are_means_over_the_lengths_between_the_trivial_rules() -> None:
+    methods = {"oracle": method([ORACLE]), "fixed": method([at(2), at(4)]), "nothing": []}
+    found, chosen = frontiers(methods, TABLE, TABLE, replicates=200)
+    # oracle: 28 tokens, accuracy 1; the line from (10, 0) to it, then flat to (50, 1)
+    areas = [(18 * 0.5 + 22) / 40, (10 * 0.3 + 20 * 0.8 + 10) / 40, 0.5]
+    assert found["area"].tolist() == pytest.approx(areas)
+    assert found["method"].tolist() == list(methods)
+    assert chosen == {"oracle": [0], "fixed": [0, 1], "nothing": []}
+    assert found["lead"].isna().tolist() == [True, False, False]
+    fixed = Estimate.of(found.loc[1], "lead")
+    assert fixed.value == pytest.approx(areas[0] - areas[1])
+    assert fixed.low <= fixed.value <= fixed.high
+    assert fixed.low < fixed.high
+
+
+def test_gap_closed() -> None:
+    price = 0.005
+    full, best = replay_full(TABLE), hindsight_oracle(TABLE, price)
+    assert gap_closed(method([full, best, at(4)]), price).value == pytest.approx(1)
+    assert gap_closed(method([full]), price).value == pytest.approx(0)
+    # Step 4: reward 1 - .2, full 1 - .25, oracle 1 - .14
+    fourth = gap_closed(method([at(4)]), price)
+    assert fourth.value == pytest.approx(0.05 / 0.11)
+    assert fourth.low <= fourth.value <= fourth.high
+    # Rules that are worse than never stopping are not taken: no method is below 0 by its rules.
+    bad = replay_at(TABLE, np.ones(len(TABLE), dtype=int))  # at step 2: .6 - .02, never: 1 - .05
+    assert gap_closed(method([bad]), 0.001).value == 0
+    # Where tokens are dear, stopping at once is the best: R = -.5 at once, 1 - 2.5 in full; the
+    # oracle: at once, or step 2 where it is right (1 - 1 = 0 for 6 of 10, and -.5 for the others).
+    assert gap_closed([], 0.05).value == pytest.approx((-0.5 + 1.5) / (-0.2 + 1.5))
+
+
+def test_prices_suit_the_lengths() -> None:
+    assert worth_asking(TABLE) == (2e-3, 8e-4, 4e-4)  # of 50 tokens

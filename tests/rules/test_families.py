@@ -105,14 +105,6 @@ def test_settings_are_checked() -> None:
     assert "text" not in rules.TrialConfidence(0.9).asks
 
 
-def test_a_rule_of_a_file(file: Path) -> None:
-    rule = parse_rule(f"{file}:SHORT:2")
-    assert isinstance(rule, StopRule)
-    assert (rule.method, rule.threshold) == ("short answer", 2.0)
-    assert rule.asks == frozenset({"trial_answer"})
-    assert isinstance(parse_rule(f"{file}:SHORT"), Family)
-
-
 def step_end(tokens: int) -> StepEnd:
     answer = TrialAnswer((1, 2), "closed", (-0.1, -0.2), 0.5, "7")
     return StepEnd(0, 0, tokens, True, lambda most: answer, str, str, lambda: 0.1)
@@ -156,6 +148,10 @@ def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
     half = parse_rule(f"{file}:halves:.5")
     assert isinstance(half, StopRule)
     assert list(half.measure(ends)) == [0.1, 0.3, 0.35]
+    short = parse_rule(f"{file}:SHORT")
+    assert isinstance(short, Family)
+    assert short.method == "short answer"
+    assert short(2).asks == frozenset({"trial_answer"})
     with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
 

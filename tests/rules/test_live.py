@@ -14,7 +14,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, TokenFormat
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
 from ospruner.formats import DEEPSEEK_R1
@@ -140,51 +139,6 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
             assert answer.entropy == pytest.approx(entropy, abs=1e-4)
 
 
-def test_a_stopped_row_writes_its_trial_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """What is forced after the stop is what was tried before it."""
-    base = writer("qwen2", tiny_tokenizer)
-    base.generation_config.sequence_bias = None  # trial answers know the model alone
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = prompts(tiny_tokenizer, 3)
-    seen: list[tuple[int, int, TrialAnswer]] = []
-    rule = asking(seen, 8, 1)
-    torch.manual_seed(1)
-    output, records = generate_with_rule(
-        base,
-        tiny_tokenizer,
-        {"rule": rule, "max_answer_tokens": 8},
-        token_format=fmt,
-        **inputs,
-        **SAMPLED,
-        max_new_tokens=200,
-        logits_processor=[MoreBreaks(fmt)],
-    )
-    width = inputs["input_ids"].shape[1]
-    assert [record.reason for record in records] == ["policy"] * 3
-    for row, record in enumerate(records):
-        assert len(record.step_ends) == 2
-        tried = [answer for i, end, answer in seen if (i, end) == (row, record.step_ends[1])]
-        start = width + record.thinking_tokens + len(fmt.forced_suffix())
-        ids = list(tried[0].ids)
-        assert len(ids) >= 1
-        assert output[row, start : start + len(ids)].tolist() == ids
-
-
-class MoreBreaks:
-    """Makes step ends likely while a row thinks, and its end unlikely."""
-
-    def __init__(self, fmt: TokenFormat) -> None:
-        self.breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK and kind & VISIBLE]
-        self.think_end = fmt.think_end_id
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        thinking = ~(input_ids == self.think_end).any(-1)
-        scores = scores.clone()
-        scores[:, self.breaks] += 6.0 * thinking[:, None]
-        scores[:, self.think_end] -= 60.0
-        return scores
-
-
 def test_a_base_without_a_cache_of_keys_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -253,6 +207,21 @@ def test_training_free_rules_shorten_the_reasoners_traces(
             assert texts[i][kept : kept + len(suffix)] == suffix
             assert not math.isnan(record.signals[-1])
             assert "}" in reasoner.tokenizer.decode(texts[i][kept + len(suffix) :])
+
+
+def test_a_stopped_row_writes_its_trial_answer(reasoner: Reasoner) -> None:
+    """What is forced after the stop is what was tried before it."""
+    seen: list[tuple[int, int, TrialAnswer]] = []
+    records, texts = solve(reasoner, {"rule": asking(seen, 8, 1), "max_answer_tokens": 8})
+    tried = {(row, end): answer.ids for row, end, answer in seen}
+    stopped = [row for row, record in enumerate(records) if record.reason == "policy"]
+    assert len(stopped) >= 4
+    for row in stopped:
+        record = records[row]
+        assert len(record.step_ends) == 2
+        ids = tried[row, record.step_ends[1]]
+        start = record.thinking_tokens + len(reasoner.token_format.forced_suffix())
+        assert ids == tuple(texts[row][start : start + len(ids)]) != ()
 
 
 def told(found: dict[int, list[tuple[str, float]]]) -> StopRule:

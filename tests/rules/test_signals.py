@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,6 @@ from ospruner.rules import (
     TrialAnswer,
     TrialConfidence,
 )
-from ospruner.rules.signals import similarity
 
 
 @dataclass
@@ -136,12 +134,6 @@ def test_think_just_enough_compares_the_mean_entropy_in_bits() -> None:
     end = End(entropies=[math.log(4), math.log(2), 0.5 * math.log(2)])
     assert stops(ThinkJustEnough(0.99), end, 3) == [3]
     assert stops(ThinkJustEnough(2.5), end, 3) == [1, 2, 3]
-
-
-def test_similarity_is_the_cosine_of_word_counts() -> None:
-    one, other = Counter(["a", "a", "b"]), Counter(["a", "b", "c"])
-    assert similarity(one, other) == pytest.approx(3 / math.sqrt(5 * 3))
-    assert similarity(one, Counter()) == 0.0
 
 
 def test_refrain_wants_reflection_on_an_answer_that_repeats_a_step() -> None:

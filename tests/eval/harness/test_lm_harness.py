@@ -15,16 +15,45 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import main
-from ospruner.demo.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.problems.problem import user_message
 from ospruner.train.untrained import untrained
 
 from ...chats import chat_batch, chat_ids
-from .conftest import COUNT
+from ...serving.vllm.plugin_replay import make_policy
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
 
 Policy = tuple[OSPrunerForCausalLM, Path]
 HERE: dict[str, Any] = {"device": "cpu"}
+COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = tmp_path_factory.mktemp("policy")
+    return make_policy(reasoner, folder), folder
+
+
+@pytest.fixture(scope="module")
+def rows(reasoner: Reasoner) -> list[dict[str, str]]:
+    """Test problems as their users would ask them, with the answers."""
+    fmt = reasoner.token_format.format
+    return [
+        {"problem": user_message(one, fmt), "answer": str(one.answer)}
+        for one in draw_split("test", COUNT, 0)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tasks(rows: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of lm_eval on these problems."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    text = Path(__file__).with_name("sums.yaml").read_text("utf-8")
+    (folder / "sums.yaml").write_text(text.replace("{data_file}", json.dumps(str(data))), "utf-8")
+    return folder
 
 
 def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> Any:
@@ -152,38 +181,29 @@ def test_requests_that_are_no_conversations_are_refused(policy: Policy, tasks: P
         model.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=False)
 
 
-def test_harmony_header_is_no_answer(
+def test_answers_begin_behind_what_ends_the_thinking(
     real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
+    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat],
 ) -> None:
+    """Harmony's header is no answer; after a thinking that the prompt has closed all is."""
     from ospruner.eval.harness.lm_harness import answer_of
 
     tokenizer: Any = real_harmony[0]
-    prompt = chat_ids(tokenizer, "1+1?")
-    texts = {
-        "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant"
-        "<|channel|>final<|message|>It is 2.\n\nSo.": True,
-        "<|channel|>final<|message|>It is 2.\n\nSo.": False,
-    }
-    for text, thinks in texts.items():
-        ids = tokenizer.encode(text, add_special_tokens=False)
+    prompt, final = chat_ids(tokenizer, "1+1?"), "<|channel|>final<|message|>It is 2.\n\nSo."
+    analysis = "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant"
+    for before in (analysis, ""):
+        ids = tokenizer.encode(before + final, add_special_tokens=False)
         thinking, answer = answer_of(real_harmony[1], prompt, ids)
         assert tokenizer.decode(answer) == "It is 2.\n\nSo."
-        assert ("Two." in tokenizer.decode(thinking)) == thinks
-
-
-def test_after_a_thinking_that_the_prompt_has_closed_all_is_the_answer(
-    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat],
-) -> None:
-    from ospruner.eval.harness.lm_harness import answer_of
-
+        assert ("Two." in tokenizer.decode(thinking)) == bool(before)
     tokenizer, fmt = real_r1
     chat = [{"role": "user", "content": "1+1?"}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     reply = tokenizer.encode("It is 2.\n\nSo.", add_special_tokens=False)
-    for prompt in (f"{text}\n</think>\n\n", str(text).removesuffix("<think>\n") + "Now,"):
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
+    for prompted in (f"{text}\n</think>\n\n", text.removesuffix("<think>\n") + "Now,"):
+        ids = tokenizer.encode(prompted, add_special_tokens=False)
         assert answer_of(fmt, ids, reply) == ([], reply)
-    assert answer_of(fmt, tokenizer.encode(str(text), add_special_tokens=False), reply)[1] == []
+    assert answer_of(fmt, tokenizer.encode(text, add_special_tokens=False), reply)[1] == []
 
 
 def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
