@@ -207,7 +207,7 @@ def padded_prompts(width: int) -> dict[str, torch.Tensor]:
 
 def check_one_pass(
     model: OSPrunerForCausalLM,
-    inputs: dict[str, torch.Tensor],
+    inputs: dict[str, Any],
     close: float = 1e-5,
     cache: Callable[[], Any] = lambda: None,
     **how: Any,

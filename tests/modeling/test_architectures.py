@@ -150,7 +150,7 @@ def test_saved_loaded_and_generating(
     for name, tensor in loaded.policy.state_dict().items():
         assert torch.equal(tensor, model.policy.state_dict()[name]), name
     let_write_paragraphs(loaded.base, loaded.token_format, 12.0, -100.0)
-    length = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    length: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     said = check_one_pass(loaded, padded_prompts(PROMPT_WIDTH), 1e-4, **length)
     assert sum(map(len, said)) >= 6
 

@@ -147,7 +147,7 @@ def test_a_bases_own_code_is_not_run(
     auto_map = {"AutoConfig": "martian.Config", "AutoModelForCausalLM": "martian.Model"}
     edit(model_type="martian", auto_map=auto_map)(folder)
     text_config = json.loads((policy / "config.json").read_text())["text_config"]
-    named = {"text_config": {**text_config, "model_type": "martian"}}
+    named: dict[str, Any] = {"text_config": {**text_config, "model_type": "martian"}}
     edit(base_model_name_or_path=str(folder), **named)(policy)
     for trust in (None, True):
         with pytest.raises(ValueError, match="custom code"):

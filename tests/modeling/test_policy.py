@@ -115,7 +115,7 @@ def policy_on(
     return model
 
 
-def rows_of(count: int) -> dict[str, torch.Tensor]:
+def rows_of(count: int) -> dict[str, Any]:
     return {name: value.repeat(count // 2, 1) for name, value in padded_prompts(WIDTH).items()}
 
 

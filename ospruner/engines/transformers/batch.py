@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,23 +40,12 @@ def _grouped_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers' sdpa attention, but masked query heads share their keys and values."""
-    B, Hq, S, D = query.shape
-    Hkv = key.shape[1]
-    many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
+    states = module, query, key, value, attention_mask
+    many = query.shape[2] > 1 and query.device.type != "cpu"  # the kernel would keep all scores
     if attention_mask is None or kwargs.get("position_bias") is not None or many:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
-    if S == 1:
-        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
-        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
-        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
-    else:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
-        )
-    return out.transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(*states, dropout, scaling, **kwargs)
+    found: tuple[torch.Tensor, None] = AttentionInterface()["ospruner_queries"](*states, scaling)
+    return found
 
 
 AttentionInterface.register(_NAME, _grouped_attention)
@@ -251,11 +241,8 @@ def padded(
     texts: Sequence[Sequence[int]], at_left: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as ids (B, S), and which of these are real."""
-    size = max(map(len, texts))
-    ids = torch.zeros(len(texts), size, dtype=torch.long)
-    real = torch.zeros(len(texts), size, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        place = slice(size - len(text), size) if at_left else slice(0, len(text))
-        ids[row, place] = torch.as_tensor(text, dtype=torch.long)
-        real[row, place] = True
+    rows = [torch.as_tensor(text, dtype=torch.long) for text in texts]
+    side = "left" if at_left else "right"
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
+    real = pad_sequence([row >= 0 for row in rows], batch_first=True, padding_side=side)
     return ids, real

@@ -56,7 +56,7 @@ class Scripted(AskingEngine):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
-        yield [_Script(self, number) for number in range(self.servers)]
+        yield [_Script(self, number).ask for number in range(self.servers)]
 
 
 class _Script:
@@ -79,8 +79,8 @@ class _Script:
         for _ in ids:
             await asyncio.sleep(0)
         if kind != "fork":
-            return Reply(ids, min(ask.end_ids - engine.eos_ids or ask.end_ids), 0, [], [])
-        return Reply(ids, None, 0, [-0.5] * len(ids), [1.0] * len(ids))
+            return Reply([*ids, min(ask.end_ids - engine.eos_ids or ask.end_ids)], 0)
+        return Reply(ids, 0, [-0.5] * len(ids), [[-1.0, -2.0]] * len(ids))
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
 
     def watch(kind: str, number: int) -> None:
         asked.append(number)
-        if len(asked) > 45:
+        if len(asked) > 30:  # so that some are done, and others not begun, whoever is slow
             raise RuntimeError("CUDA error")
 
     with pytest.raises(RuntimeError, match="CUDA error"):
