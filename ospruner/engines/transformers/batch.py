@@ -40,12 +40,23 @@ def _grouped_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers' sdpa attention, but masked query heads share their keys and values."""
-    states = module, query, key, value, attention_mask
-    many = query.shape[2] > 1 and query.device.type != "cpu"  # the kernel would keep all scores
+    B, Hq, S, D = query.shape
+    Hkv = key.shape[1]
+    many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
     if attention_mask is None or kwargs.get("position_bias") is not None or many:
-        return sdpa_attention_forward(*states, dropout, scaling, **kwargs)
-    found: tuple[torch.Tensor, None] = AttentionInterface()["ospruner_queries"](*states, scaling)
-    return found
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    if S == 1:
+        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
+        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
+        )
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_NAME, _grouped_attention)

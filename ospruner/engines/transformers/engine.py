@@ -237,7 +237,7 @@ class TransformersEngine(Engine):
         model: PreTrainedModel,  # a causal LM; it is put in eval mode
         tokenizer: PreTrainedTokenizerBase,  # its own, for the ids that end a text
         batch_size: int = 128,  # rows sampled, and traces forked, together, if memory holds them
-        fork_tokens: int = 2048,  # cap on rows x columns of the traces forked together
+        fork_tokens: int = 16_384,  # cap on rows x columns of the traces forked together
         memory_share: float = 0.8,  # of the free memory, for keys and values, in (0, 1)
     ) -> None:
         for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from .choosing import batch_noise, is_close, run_alone
 
 TOGETHER = 128
 """Answers that decode side by side at most: more of them only leave a processor's caches."""
+_PASS_TOKENS = 2048  # of traces that run in one pass; as above
 
 
 @dataclass
@@ -45,9 +47,9 @@ class Forks:
             ends = [len(fork.prompt_ids) + cut for cut in fork.cuts]
             kept = [[*text[:end], *self.suffix_ids] for end in ends]
             branches.append([Branch(one, fork.options, self.stop) for one in kept])
-        if self.packed:
+        if self.packed and any(branches):
             self._copy(forks, branches, together)
-        else:
+        elif not self.packed:
             for fork, own in zip(forks, branches, strict=True):
                 self._walk(fork, own)
         return [[one.answer for one in own if one.answer is not None] for own in branches]
@@ -55,17 +57,24 @@ class Forks:
     def _copy(
         self, forks: Sequence[ForkRequest], branches: Sequence[list[Branch]], together: int
     ) -> None:
-        """Runs the traces in the rows of a batch, and each fork on a copy of its trace's row."""
-        trunk = RowBatch(self.model, self.count, packed=True)
+        """Runs the traces in the rows of batches, and each fork on a copy of its trace's row."""
         texts = [[*fork.prompt_ids, *fork.trace_ids] for fork in forks]
-        trunk.feed(*padded(texts, at_left=False))
+        size = max(1, _PASS_TOKENS // max(map(len, texts)))
+        trunks = []
+        for low in range(0, len(texts), size):
+            trunks.append(RowBatch(self.model, self.count, packed=True))
+            trunks[-1].feed(*padded(texts[low : low + size], at_left=False))
         # Of forks in the order of their cuts, little is copied that they do not see.
         rows = [(branch, row) for row, own in enumerate(branches) for branch in own]
         rows.sort(key=lambda one: len(one[0].kept))
         for low in range(0, len(rows), together):
-            chunk, places = zip(*rows[low : low + together], strict=True)
-            ends = [len(branch.kept) - len(self.suffix_ids) for branch in chunk]
-            self._decode(joined([(trunk, places, ends)]), chunk)
+            chunk = sorted(rows[low : low + together], key=lambda one: one[1])
+            parts = []
+            for number, own in itertools.groupby(chunk, lambda one: one[1] // size):
+                some = list(own)
+                ends = [len(branch.kept) - len(self.suffix_ids) for branch, _ in some]
+                parts.append((trunks[number], [row % size for _, row in some], ends))
+            self._decode(joined(parts), [branch for branch, _ in chunk])
 
     def _walk(self, fork: ForkRequest, branches: Sequence[Branch]) -> None:
         """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
