@@ -135,16 +135,6 @@ def refuse_no_tokenizer(path: str, hub: Mapping[str, Any]) -> None:
         )
 
 
-def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the base's last layer computes."""
-    if is_quantised(base):
-        return base.dtype
-    for parameter in decoder_layers(base)[-1].parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.get_default_dtype()
-
-
 def layers_of_checkpoint(
     base: PreTrainedModel, numbers: Sequence[int], revision: str | None
 ) -> dict[str, torch.Tensor]:
@@ -166,11 +156,13 @@ def layers_of_checkpoint(
     stored = vars(config).get("quantization_config")
     if stored is not None:
         arguments["quantization_config"] = _undoing(stored, type(base).__name__)
+    floats = (p.dtype for p in decoder_layers(base)[-1].parameters() if p.is_floating_point())
+    dtype = base.dtype if is_quantised(base) else next(floats, torch.get_default_dtype())
     with tempfile.TemporaryDirectory() as folder:
         opened = type(base).from_pretrained(
             where,
             revision=revision or "main",
-            dtype=decoder_dtype(base),
+            dtype=dtype,
             device_map=_only_layers(base, numbers),
             offload_folder=folder,
             use_safetensors=True,

@@ -12,20 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat
 
-__all__ = [
-    "DEEPSEEK_R1",
-    "HARMONY",
-    "PLAIN",
-    "PRESETS",
-    "QWEN3",
-    "check_blanks",
-    "ends_alone",
-    "follow",
-    "guess",
-    "named",
-    "prepare",
-]
-
 _SPACED = "a  b\n\nc\n \n   d"
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 

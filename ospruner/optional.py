@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["MissingPackageError", "needed"]
-
 
 class MissingPackageError(ImportError, ValueError):
     """An optional package is not installed; whoever asked for it gave a value that cannot be."""

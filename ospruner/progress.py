@@ -9,8 +9,6 @@ from typing import Protocol
 from rich import progress as bars
 from rich.console import Console
 
-__all__ = ["PhaseBars", "Progress", "silent"]
-
 
 class Progress(Protocol):
     """Called as work advances; a rich bar can be attached."""

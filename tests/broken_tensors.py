@@ -1,14 +1,47 @@
-"""Each way in which a policy's file can hold something else than the policy's tensors."""
+"""How folders of models are broken, and each way in which a file can hold other tensors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
+Change = Callable[[Path], object]
+
+
+def edit(group: str | None = None, **values: Any) -> Change:
+    """Changes fields of a folder's configuration, or of a group of them; None takes one out."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        whole = json.loads(file.read_text("utf-8"))
+        of = whole if group is None else whole[group]
+        of.update(values)
+        for name in [name for name, value in values.items() if group and value is None]:
+            del of[name]
+        file.write_text(json.dumps(whole), "utf-8")
+
+    return change
+
+
+def put(name: str, content: bytes) -> Change:
+    """Writes a file of a folder anew."""
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def drop(name: str) -> Change:
+    """Takes a file out of a folder."""
+    return lambda folder: (folder / name).unlink()
+
+
+def pickle_only(folder: Path) -> None:
+    """Leaves a folder's weights under the name of a pickled file."""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def _misshape(tensors: Tensors) -> None:

@@ -1,5 +1,6 @@
 """Every family that people reason with: tiny random bases from configurations, and policies."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +9,11 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import OSPrunerForCausalLM, TokenFormat
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import untrained
 
+NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
+ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -199,3 +203,30 @@ def padded_prompts(width: int) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[1, : width // 4] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def check_one_pass(
+    model: OSPrunerForCausalLM,
+    inputs: dict[str, Any],
+    close: float = 1e-5,
+    cache: Callable[[], Any] = lambda: None,
+    **how: Any,
+) -> list[list[float]]:
+    """Generates with a policy that never stops; what it says at the step ends of each row.
+
+    The tokens must be plain generate's, and what is said what one pass over the text says.
+    """
+    texts = []
+    for stop_policy in (False, NEVER):
+        torch.manual_seed(0)
+        given = {**how, "past_key_values": cache(), "stop_policy": stop_policy}
+        texts.append(model.generate(**inputs, **given))
+    assert torch.equal(*texts)
+    width = inputs["input_ids"].shape[1]
+    for row, real, record in zip(texts[0], inputs["attention_mask"], model.last_stop, strict=True):
+        start, found = int(real.sum()), record.probabilities
+        trace = row[width : width + record.thinking_tokens].tolist()
+        assert model.token_format.step_ends(trace)[: len(found)] == record.step_ends
+        wanted = stop_probabilities(model, row[width - start :], prompt_length=start)
+        torch.testing.assert_close(torch.tensor(found), wanted[: len(found)], rtol=0, atol=close)
+    return [record.probabilities for record in model.last_stop]

@@ -6,14 +6,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.formats import ends_alone
+from modeling_ospruner.formats_ospruner import MarkerState, TokenFormat
 from ospruner.logits import top_entropy
 
 from .interface import (
@@ -23,10 +21,9 @@ from .interface import (
     EnginesDownError,
     ForkedAnswer,
     ForkRequest,
-    Sampled,
     SamplingSettings,
     TokenCount,
-    TraceRequest,
+    TraceJob,
 )
 from .rows import Branch, SamplingRow
 
@@ -57,50 +54,28 @@ class Ask:
 class Reply:
     """What a server answered; scores where they were asked for."""
 
-    ids: list[int]  # the continuation, without the token that ended it
-    end_id: int | None  # the one of `Ask.end_ids` that ended it; None where something else did
+    ids: list[int]  # the continuation, with the token that ended it
     cached_tokens: int  # of the prompt's tokens, how many were not computed again
-    logprobs: list[float]  # natural ones of `ids` at temperature 1
-    # In nats, of the distribution at each generated token, that of `end_id` last, over its
-    # ENTROPY_TOKENS most likely tokens.
-    entropies: list[float]
+    logprobs: Sequence[float] = ()  # natural ones of `ids` at temperature 1
+    # Of the ENTROPY_TOKENS most likely tokens at each of `ids`, or at a few more.
+    top_logprobs: Sequence[Sequence[float]] = ()
     # Natural ones of `Ask.options`; None where the server gives only those of the likeliest tokens,
     # and it is none of them.
-    option_logprobs: list[float | None] = field(default_factory=list)
+    option_logprobs: Sequence[float | None] = ()
+    ended: bool = False  # the last of `ids` ends a text for the server, whatever `Ask.end_ids` says
 
-    @property
-    def written(self) -> list[int]:
-        """What was generated, the token that ended it included."""
-        return self.ids if self.end_id is None else [*self.ids, self.end_id]
-
-    @classmethod
-    def of(
-        cls,
-        ask: Ask,
-        ids: Sequence[int],
-        cached_tokens: int,
-        logprobs: Sequence[float] = (),
-        top_logprobs: Sequence[Sequence[float]] = (),  # at each of `ids`, or a few more
-        server_ended: bool = False,  # the server says that the last one ends a text for it
-    ) -> Reply:
-        """The reply in generated ids, of which the last may be the one that ended them."""
-        ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
-        kept = len(ids) - ends
-        entropies = [float(top_entropy(torch.tensor(list(top)))) for top in top_logprobs]
-        end_id = ids[-1] if ends else None
-        return cls(list(ids[:kept]), end_id, cached_tokens, list(logprobs[:kept]), entropies)
+    def end_ids(self, ask: Ask) -> frozenset[int]:
+        """The ids that ended it, or could have."""
+        return ask.end_ids.union(self.ids[-1:] if self.ended else ())
 
 
-class Server(Protocol):
-    """Something that answers requests, one of possibly many."""
+Server = Callable[[Ask], Awaitable[Reply]]
+"""Answers requests, one of possibly many.
 
-    async def ask(self, ask: Ask) -> Reply:
-        """Answers one request.
-
-        Raises:
-            ServerDownError: it cannot be used any more.
-            ValueError: it refuses this request.
-        """
+Raises:
+    ServerDownError: it cannot be used any more.
+    ValueError: it refuses this request.
+"""
 
 
 @dataclass
@@ -117,23 +92,13 @@ class _Host:
             if self.down is not None:
                 raise self.down
             try:
-                reply = await self.server.ask(ask)
+                reply = await self.server(ask)
             except ServerDownError as error:
                 self.down = self.down or error
                 raise
-        fed = max(len(reply.written) - 1, 0)  # nothing follows the last token
+        fed = max(len(reply.ids) - 1, 0)  # nothing follows the last token
         count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
         return reply
-
-
-@dataclass
-class _Job:
-    """A trace, as far as it has come; a server that goes down leaves it to the others."""
-
-    request: TraceRequest
-    trace: Sampled | None
-    fork: ForkRequest | None = None
-    answers: dict[int, ForkedAnswer] = field(default_factory=dict)  # by the place of their cuts
 
 
 @dataclass
@@ -150,7 +115,7 @@ class _Call(Call):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.draws = self.fmt is not None and self.settings.temperature > 0
-        self.left: list[_Job] = []  # by servers that went down
+        self.left: list[TraceJob] = []  # by servers that went down
         self.running = 0  # traces
         self.asking = asyncio.Lock()  # of the desk
         self.changed = asyncio.Event()  # set when a trace is done, or left
@@ -186,15 +151,13 @@ class _Call(Call):
         while (job := await self._next(host)) is not None:
             if job.trace is None:
                 await self._tried(job, self._sample(job, host))
-            if job.trace is not None:
-                job.fork = job.fork or self.to_fork(job.request, job.trace)
-                if job.fork and await self._tried(job, self._answer_all(job, job.fork, host)):
-                    answers = [job.answers[place] for place in range(len(job.fork.cuts))]
-                    self.done(job.request, job.trace, job.fork, answers)
+            fork = job.fork or (self.sampled(job) if job.trace is not None else None)
+            if fork is not None and await self._tried(job, self._answer_all(job, fork, host)):
+                self.forked(job)
             self.running -= 1
             self.changed.set()
 
-    async def _next(self, host: _Host) -> _Job | None:
+    async def _next(self, host: _Host) -> TraceJob | None:
         """What a server does next; None where nothing is left, or it is down."""
         async with self.asking:
             while host.down is None:
@@ -208,15 +171,15 @@ class _Call(Call):
                 await self.changed.wait()
         return None
 
-    def _begun(self) -> _Job | None:
+    def _begun(self) -> TraceJob | None:
         request = self.desk.begin()
         if request is None:
             return None
         if self.draws and request.trace is None:
             self.engine._prepare_sampling(self.settings, [request.key])
-        return _Job(request, request.trace)
+        return TraceJob(request, request.trace)
 
-    async def _tried(self, job: _Job, work: Awaitable[None]) -> bool:
+    async def _tried(self, job: TraceJob, work: Awaitable[None]) -> bool:
         """Whether some work on a trace is done; else others do it, or the desk is told why not."""
         try:
             await work
@@ -228,7 +191,7 @@ class _Call(Call):
             return True
         return False
 
-    async def _answer_all(self, job: _Job, fork: ForkRequest, host: _Host) -> None:
+    async def _answer_all(self, job: TraceJob, fork: ForkRequest, host: _Host) -> None:
         """Forks a trace's answers, those that no server has given yet."""
         shares = self.engine.shares_within_batches
         left = [place for place in range(len(fork.cuts)) if place not in job.answers]
@@ -247,7 +210,7 @@ class _Call(Call):
             if errors:  # a refusal goes before a server that is down
                 raise min(errors, key=lambda error: isinstance(error, ServerDownError))
 
-    async def _sample(self, job: _Job, host: _Host) -> None:
+    async def _sample(self, job: TraceJob, host: _Host) -> None:
         """Samples one thinking part and, where the model ended it by its marker, the answer.
 
         Where the end marker is several tokens, servers stop at its text, which is then looked at:
@@ -261,6 +224,7 @@ class _Call(Call):
             thinking, begun = not row.thinking.ended, len(row.tokens)
             limit = settings.max_new_tokens - begun if thinking else settings.max_answer_tokens
             draw = row.draw(begun + bool(begun) if thinking else 1)
+            stop = partial(_marker_stop, fmt, tuple(row.tokens)) if thinking and several else None
             ask = Ask(
                 row.text,
                 limit,
@@ -269,12 +233,11 @@ class _Call(Call):
                 settings.top_p,
                 settings.top_k,
                 draw >> 1 if settings.temperature > 0 else None,
-                stop=partial(_MarkerStop, fmt, tuple(row.tokens)) if thinking and several else None,
+                stop=stop,
             )
             reply = await host.ask(ask, self.engine.sample_counts)
-            end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
-            finished = False
-            for token in reply.written:
+            end_ids, finished = reply.end_ids(ask), False
+            for token in reply.ids:
                 finished = row.push(token, settings, end_ids)
                 if finished or thinking == row.thinking.ended:
                     break
@@ -295,9 +258,10 @@ class _Call(Call):
             limit = self.max_new_tokens - len(branch.ids)
             ask = Ask([*prompt, *branch.ids], limit, eos_ids, scored=True, stop=self.stop)
             reply = await host.ask(ask, self.engine.counts)
-            end_ids = eos_ids if reply.end_id is None else eos_ids | {reply.end_id}
-            scores = zip(reply.written, [*reply.logprobs, 0.0], reply.entropies, strict=False)
-            for token, logprob, entropy in scores:
+            end_ids = reply.end_ids(ask)
+            scores = zip(reply.ids, reply.logprobs, reply.top_logprobs, strict=False)
+            for token, logprob, top in scores:
+                entropy = float(top_entropy(torch.tensor(top)))
                 branch.push(token, logprob, entropy, self.max_new_tokens, end_ids)
                 if branch.answer is not None:
                     return branch.answer
@@ -309,7 +273,7 @@ class _Call(Call):
     ) -> ForkedAnswer:
         """The likeliest of the options after a prompt; those left unsaid are asked for singly."""
 
-        async def scores_of(some: tuple[int, ...]) -> list[float | None]:
+        async def scores_of(some: tuple[int, ...]) -> Sequence[float | None]:
             ask = Ask(prompt, 1, self.engine.eos_ids, scored=True, options=some)
             return (await host.ask(ask, self.engine.counts)).option_logprobs
 
@@ -360,20 +324,14 @@ class AskingEngine(Engine, ABC):
         """
 
 
-class _MarkerStop:
-    """The `AnswerStop` of a thinking, begun already, that an end marker of several tokens ends."""
-
-    def __init__(self, fmt: TokenFormat, taken: Sequence[int]) -> None:
-        assert fmt.end_marker is not None
-        self.final_text = fmt.end_marker.literal
-        self._state = ends_alone(fmt).boundary_state()
-        for token_id in taken:
-            self._state.push(token_id)
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next token; whether the marker is complete."""
-        self._state.push(token_id)
-        return self._state.ended
+def _marker_stop(fmt: TokenFormat, taken: Sequence[int]) -> AnswerStop:
+    """Says where a thinking, begun already, ends with a marker of several tokens."""
+    assert fmt.end_marker is not None
+    state = MarkerState(fmt.end_marker)
+    state.final_text = fmt.end_marker.literal  # whose last letter alone stands everywhere
+    for token in taken:
+        state.push(token)
+    return state
 
 
 def _check_length(reply: Reply, limit: int) -> None:

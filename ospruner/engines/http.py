@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -94,41 +94,29 @@ class HTTPEngine(AskingEngine):
                     timeout=self.timeout_seconds,
                     max_retries=self.retries,
                 )
-                servers.append(_Endpoint(self, url, await stack.enter_async_context(client)))
+                await stack.enter_async_context(client)
+                servers.append(partial(self._ask, url, client))
             yield servers
 
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """One server."""
-
-    engine: HTTPEngine
-    url: str
-    client: AsyncOpenAI
-
-    async def ask(self, ask: Ask) -> Reply:
-        """Answers one request; see `Server.ask`."""
+    async def _ask(self, url: str, client: AsyncOpenAI, ask: Ask) -> Reply:
+        """Asks one server; see `Server`."""
         from openai import APIConnectionError, APIStatusError, InternalServerError, RateLimitError
 
-        path, body = self.engine._request(ask)
+        path, body = self._request(ask)
         try:
-            answer = await self.client.post(path, cast_to=object, body=body)
-        except APIConnectionError as error:  # time-outs too
+            answer = await client.post(path, cast_to=object, body=body)
+        except (APIConnectionError, InternalServerError, RateLimitError) as error:  # time-outs too
             reason = f" ({error.__cause__})" if error.__cause__ else ""
-            raise ServerDownError(f"{self.url}: {error}{reason}") from error
-        except (InternalServerError, RateLimitError) as error:
-            raise ServerDownError(f"{self.url}: {error}") from error
+            raise ServerDownError(f"{url}: {error}{reason}") from error
         except APIStatusError as error:
             raise ValueError(
-                f"{self.url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
+                f"{url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
                 f"{ask.max_new_tokens} new ones: {error}"
             ) from error
         try:
-            return self.engine._reply(ask, answer)  # type: ignore[arg-type]
+            return self._reply(ask, answer)  # type: ignore[arg-type]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"the answer of {self.url} lacks {error}: {self.engine.needs}"
-            ) from error
+            raise ValueError(f"the answer of {url} lacks {error}: {self.needs}") from error
 
 
 class OpenAIEngine(HTTPEngine):
@@ -192,14 +180,10 @@ class OpenAIEngine(HTTPEngine):
         details = answer["usage"].get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens") or 0
         if not ask.scored:
-            return Reply.of(ask, choice["token_ids"], cached)
+            return Reply(choice["token_ids"], cached)
         scores = choice["logprobs"]
         ids = [_token_id(token) for token in scores["tokens"]]
-        top = [list(of_token.values()) for of_token in scores["top_logprobs"]]
-        reply = Reply.of(ask, ids, cached, scores["token_logprobs"], top)
-        if not ask.options:
-            return reply
-        if ids[0] not in ask.options:
+        if ask.options and ids[0] not in ask.options:
             raise ValueError(
                 f"a server answered the token {ids[0]} where only {list(ask.options)} were allowed "
                 "(allowed_token_ids): answers of choices can only be read on servers that know "
@@ -207,7 +191,9 @@ class OpenAIEngine(HTTPEngine):
             )
         known = {_token_id(token): value for token, value in scores["top_logprobs"][0].items()}
         known[ids[0]] = scores["token_logprobs"][0]
-        return replace(reply, option_logprobs=[known.get(one) for one in ask.options])
+        top = [list(of_token.values()) for of_token in scores["top_logprobs"]]
+        options = [known.get(one) for one in ask.options]
+        return Reply(ids, cached, scores["token_logprobs"], top, options)
 
 
 class SGLangEngine(HTTPEngine):
@@ -248,15 +234,13 @@ class SGLangEngine(HTTPEngine):
         # Its own ids that end a text cannot be switched off without those that it was given.
         ended = isinstance(about["finish_reason"].get("matched"), int)
         if not ask.scored:
-            return Reply.of(ask, ids, cached, server_ended=ended)
+            return Reply(ids, cached, ended=ended)
         # Each token is [log-probability, id, text].
         logprobs = [entry[0] for entry in about["output_token_logprobs"]]
         top = [[entry[0] for entry in entries] for entries in about["output_top_logprobs"]]
-        reply = Reply.of(ask, ids, cached, logprobs, top, server_ended=ended)
-        if not ask.options:
-            return reply
-        said = {entry[1]: entry[0] for entry in about["output_token_ids_logprobs"][0]}
-        return replace(reply, option_logprobs=[said[one] for one in ask.options])
+        own = about["output_token_ids_logprobs"][0] if ask.options else ()
+        said = {entry[1]: entry[0] for entry in own}
+        return Reply(ids, cached, logprobs, top, [said[one] for one in ask.options], ended)
 
 
 def _token_id(token: str) -> int:

@@ -276,6 +276,16 @@ def row_state(seed: int, key: str) -> int:
 
 
 @dataclass
+class TraceJob:
+    """A trace, as far as it has come."""
+
+    request: TraceRequest
+    trace: Sampled | None = None
+    fork: ForkRequest | None = None  # of its answers, once it is sampled
+    answers: dict[int, ForkedAnswer] = field(default_factory=dict)  # by the place of their cuts
+
+
+@dataclass
 class Call(ABC):
     """One call of an engine; its fields are that and the arguments of `sample_and_fork`.
 
@@ -302,29 +312,28 @@ class Call(ABC):
         """Counts a trace that was sampled in so many tokens."""
         self.engine.sample_counts.unique += self._new(request.prompt_ids, False) + tokens - 1
 
-    def to_fork(self, request: TraceRequest, trace: Sampled) -> ForkRequest | None:
+    def sampled(self, job: TraceJob) -> ForkRequest | None:
         """Hands in a sampled trace; what is to be forked off it, or None, and then it is done."""
-        if not (cuts := self.desk.sampled(request, trace)):
+        request, trace = job.request, job.trace
+        assert trace is not None
+        if cuts := self.desk.sampled(request, trace):
+            kept = trace.trace_ids[: max(cuts)]
+            job.fork = ForkRequest(request.prompt_ids, kept, cuts, request.options)
+        else:
             self.desk.done(request, trace, [])
-            return None
-        return ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
+        return job.fork
 
-    def done(
-        self,
-        request: TraceRequest,
-        trace: Sampled,
-        fork: ForkRequest,
-        answers: Sequence[ForkedAnswer],
-    ) -> None:
+    def forked(self, job: TraceJob) -> None:
         """Hands in the answers that were forked off a trace, and counts them."""
-        fed = {
-            cut: len(answer.ids) - (answer.ended != "eos")
-            for cut, answer in zip(fork.cuts, answers, strict=True)
-        }
-        forks = sum(len(self.suffix_ids) + tokens for tokens in fed.values())
+        fork, trace = job.fork, job.trace
+        assert fork is not None
+        assert trace is not None
+        answers = [job.answers[place] for place in range(len(fork.cuts))]
+        alike = dict(zip(fork.cuts, answers, strict=True))  # at one cut all is shared
+        forks = sum(len(self.suffix_ids) + len(a.ids) - (a.ended != "eos") for a in alike.values())
         prompt = self._new(fork.prompt_ids, True)
         self.engine.counts.unique += prompt + len(fork.trace_ids) + forks
-        self.desk.done(request, trace, answers)
+        self.desk.done(job.request, trace, answers)
 
     def _new(self, prompt_ids: Sequence[int], forked: bool) -> int:
         """How many tokens of a prompt are new: all or none."""

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +92,7 @@ class VLLMEngine(AskingEngine):
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
         stepper = _Stepper(self.llm, seeded=not self.on_cpu)
         try:
-            yield [stepper]
+            yield [stepper.ask]
         finally:
             stepper.close()
 
@@ -122,7 +122,7 @@ class _Live:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
-    option_logprobs: list[float | None] = field(default_factory=list)
+    option_logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
 
 
@@ -137,7 +137,7 @@ class _Stepper:
         self._stepping: asyncio.Task[None] | None = None
 
     async def ask(self, ask: Ask) -> Reply:
-        """Answers one request, ending it where its rule is satisfied; see `Server.ask`."""
+        """Answers one request, ending it where its rule is satisfied; see `Server`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
@@ -212,7 +212,5 @@ class _Stepper:
     def _answer(self, name: str, live: _Live) -> None:
         del self._live[name]
         if not live.reply.done():
-            reply = Reply.of(
-                live.ask, live.ids, live.cached_tokens, live.logprobs, live.top_logprobs
-            )
-            live.reply.set_result(replace(reply, option_logprobs=live.option_logprobs))
+            scores = live.logprobs, live.top_logprobs, live.option_logprobs
+            live.reply.set_result(Reply(live.ids, live.cached_tokens, *scores))

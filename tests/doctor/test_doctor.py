@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ospruner.formats import HARMONY
 from ospruner.train.labels.label import LabelConfig, read_format
 from ospruner.train.untrained import untrained
 
-from ..broken_tensors import break_tensors
+from ..broken_tensors import Change, break_tensors, drop, edit, pickle_only, put
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +50,6 @@ def base(tmp_path: Path) -> Path:
 def value_of(report: Diagnosis, name: str) -> str:
     (value,) = (o.value for found in report.sections.values() for o in found if o.name == name)
     return value
-
-
-def edit(**values: Any) -> Callable[[Path], None]:
-    """Changes fields of a folder's configuration."""
-
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
-
-    return change
-
-
-def within(group: str, **values: Any) -> Callable[[Path], None]:
-    """Changes fields of a group of a folder's configuration; None takes one out."""
-
-    def change(folder: Path) -> None:
-        found = json.loads((folder / "config.json").read_text("utf-8"))[group] | values
-        kept = {name: value for name, value in found.items() if value is not None}
-        edit(**{group: kept})(folder)
-
-    return change
 
 
 def test_requirements_that_are_not_met() -> None:
@@ -129,33 +107,24 @@ def test_a_sound_policy_of_adapters(reasoner: Reasoner, tmp_path: Path) -> None:
     assert "lora_A.default.weight torch.float32 (4, 128) instead of (5, 128)" in found.value
 
 
-def truncate_tensors(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-
-
 def other_code(folder: Path) -> None:
     (folder / "policy_ospruner.py").write_text("# changed\n", encoding="utf-8")
     (folder / "formats_ospruner.py").unlink()
 
 
-def drop(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "names", "said"),
     [
-        (truncate_tensors, ["tensors"], "header"),
+        (put("model.safetensors", b"\x00" * 100), ["tensors"], "header"),
         (drop("model.safetensors"), ["tensors"], "has no model.safe"),
-        (within("text_config", hidden_size=48), ["fits the policy"], "where the policy needs 48"),
+        (edit("text_config", hidden_size=48), ["fits the policy"], "where the policy needs 48"),
         (
             edit(base_model_name_or_path="nobody/base"),
             ["base pinned", "repository"],
             "nobody/base at no revision",
         ),
         (edit(colour="red"), ["configuration"], "has no colour. Its fields are"),
-        (within("reasoning_format", closing=None), ["reasoning format"], "'closing'"),
+        (edit("reasoning_format", closing=None), ["reasoning format"], "'closing'"),
         (
             other_code,
             ["code"],
@@ -164,18 +133,12 @@ def drop(name: str) -> Callable[[Path], None]:
         (drop("tokenizer.json"), ["format"], "no thinking end marker '</think>'"),
     ],
 )
-def test_a_broken_policy(
-    policy: Path, damage: Callable[[Path], Any], names: list[str], said: str
-) -> None:
+def test_a_broken_policy(policy: Path, damage: Change, names: list[str], said: str) -> None:
     damage(policy)
     found = examine(str(policy)).wrong
     assert [one.name for one in found] == names
     assert said in found[0].value
     assert all(one.advice for one in found)
-
-
-def only_pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def no_thinking(folder: Path) -> None:
@@ -190,25 +153,21 @@ def no_end(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
 
 
-def put(content: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / "config.json").write_text(content, "utf-8")
-
-
 @pytest.mark.parametrize(
     ("damage", "name", "said"),
     [
-        (only_pickled, "weights", "no safetensors, but pytorch_model.bin"),
+        (pickle_only, "weights", "no safetensors, but pytorch_model.bin"),
         (drop("model.safetensors"), "weights", "no weights"),
         (no_thinking, "fit", "already closes the thinking ('</think>')"),
         (no_end, "ends a text", "no eos_token_id"),
         (edit(vocab_size=100), "vocabulary", "the model 100"),
         (edit(model_type="nonesuch"), "architecture", "nonesuch"),
-        (put('{"model_type": "t5"}'), "architecture", "T5"),
-        (put("{"), "repository", "config"),
+        (put("config.json", b'{"model_type": "t5"}'), "architecture", "T5"),
+        (put("config.json", b"{"), "repository", "config"),
         (drop("config.json"), "repository", "no config.json"),
     ],
 )
-def test_a_broken_base(base: Path, damage: Callable[[Path], Any], name: str, said: str) -> None:
+def test_a_broken_base(base: Path, damage: Change, name: str, said: str) -> None:
     damage(base)
     found = {one.name: one for one in examine(str(base)).wrong}
     assert name in found

@@ -1,7 +1,9 @@
 """What the tests of engines share: the embedded reasoner and greedy traces of it."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines.interface import Engine, ForkedAnswer, ForkRequest, Sampled, SamplingSettings
+from ospruner.engines.interface import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TraceDesk,
+    TraceRequest,
+)
 from ospruner.formats import DEEPSEEK_R1
 
 from .. import families
@@ -56,6 +66,68 @@ def requests(fmt: TokenFormat, count: int = 7) -> list[ForkRequest]:
         cuts = [c for c in (0, 3, 4, 8, 8, 20, len(trace)) if c <= len(trace)]
         made.append(ForkRequest(prompt, trace, cuts if i != 2 else []))
     return made
+
+
+def cuts_of(trace: Sampled) -> list[int]:
+    """Every fifth token, where the thinking is not too short for a step."""
+    length = len(trace.trace_ids)
+    return [*range(5, length, 5), length] if length > 2 else []
+
+
+class Desk(TraceDesk):
+    """Gives traces within a window, and keeps what becomes of them.
+
+    Args:
+        asked: prompts, or traces by their requests.
+        window: the most in flight.
+        moody: whether there is sometimes nothing to begin, for no reason.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Sequence[int] | TraceRequest],
+        window: int = 10**6,
+        moody: bool = False,
+    ) -> None:
+        self.window, self.draws = window, random.Random(1) if moody else None
+        self.todo = [
+            one if isinstance(one, TraceRequest) else TraceRequest(one, f"row {n}")
+            for n, one in enumerate(asked)
+        ][::-1]
+        self.in_flight: set[str] = set()
+        self.sampling: set[str] = set()
+        self.log: list[tuple[str, str, int]] = []  # what, of which trace, how many were sampled
+        self.traces: dict[str, tuple[Sampled, Sequence[ForkedAnswer]]] = {}
+        self.errors: dict[str, str] = {}
+
+    def begin(self) -> TraceRequest | None:
+        if not self.todo or len(self.in_flight) >= self.window:
+            return None
+        if self.in_flight and self.draws is not None and self.draws.random() < 0.5:
+            return None
+        request = self.todo.pop()
+        self._note("begun", request)
+        self.in_flight.add(request.key)
+        self.sampling.add(request.key)
+        return request
+
+    def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
+        self._note("sampled", request)
+        self.sampling.remove(request.key)
+        return cuts_of(trace)
+
+    def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
+        self._note("done", request)
+        self.in_flight.remove(request.key)
+        self.traces[request.key] = trace, answers
+
+    def failed(self, request: TraceRequest, error: Exception) -> None:
+        self.in_flight.remove(request.key)
+        self.sampling.discard(request.key)
+        self.errors[request.key] = f"{type(error).__name__}: {error}"
+
+    def _note(self, what: str, request: TraceRequest) -> None:
+        self.log.append((what, request.key, len(self.sampling)))
 
 
 @dataclass(frozen=True)
@@ -139,32 +211,24 @@ def check_agreement(
 
     Equal answers must agree in how they ended, in their log-probabilities and in the entropy.
     """
-    fmt, equal, total = reasoner.token_format, 0, 0
+    fmt, equal = reasoner.token_format, list[bool]()
     for request, left, right in zip(requests, ours, theirs, strict=True):
         assert len(left) == len(right) == len(request.cuts)
         for cut, one, other in zip(request.cuts, left, right, strict=True):
-            total += 1
-            if one.ids == other.ids:
-                equal += 1
+            equal.append(one.ids == other.ids)
+            if equal[-1]:
                 assert one.ended == other.ended
                 assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
                 assert one.entropy == pytest.approx(other.entropy, abs=tolerance)
                 continue
-            at = next(
-                i
-                for i in range(max(len(one.ids), len(other.ids)))
-                if one.ids[i : i + 1] != other.ids[i : i + 1]
-            )
-            text = [
-                *request.prompt_ids,
-                *request.trace_ids[:cut],
-                *fmt.forced_suffix(),
-                *one.ids[:at],
-            ]
+            pairs = enumerate(zip_longest(one.ids, other.ids))
+            same = next(i for i, (a, b) in pairs if a != b)
+            kept = [*request.prompt_ids, *request.trace_ids[:cut], *fmt.forced_suffix()]
+            text = [*kept, *one.ids[:same]]
             with torch.inference_mode():
                 top = reasoner.model(torch.tensor([text])).logits[0, -1].topk(2).values
             gap = float(top[0] - top[1])
             print(f"differs after {cut} thinking tokens: the two best logits are {gap:.2e} apart")
             assert gap < tolerance, (cut, one, other)
-    print(f"{equal} of {total} answers are equal")
-    assert equal >= 0.95 * total
+    print(f"{sum(equal)} of {len(equal)} answers are equal")
+    assert sum(equal) >= 0.95 * len(equal)

@@ -18,6 +18,8 @@ from ospruner.engines.interface import (
     TraceRequest,
 )
 
+from .conftest import Desk
+
 SUFFIX = [3]
 
 
@@ -45,26 +47,7 @@ class Fake(AskingEngine):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
-        yield [_FakeServer(self, number) for number in range(3)]
-
-
-class Desk:
-    def __init__(self, requests: Sequence[TraceRequest]) -> None:
-        self.todo = iter(requests)
-        self.finished: list[int] = []
-        self.lost: list[int] = []
-
-    def begin(self) -> TraceRequest | None:
-        return next(self.todo, None)
-
-    def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
-        return [3, 6, 9]
-
-    def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
-        self.finished.append(request.prompt_ids[0])
-
-    def failed(self, request: TraceRequest, error: Exception) -> None:
-        self.lost.append(request.prompt_ids[0])
+        yield [_FakeServer(self, number).ask for number in range(3)]
 
 
 class _FakeServer:
@@ -92,7 +75,7 @@ class _FakeServer:
         if place == engine.breaks_at:
             raise KeyError(engine.breaks_at)
         engine.answered[trace] += 1
-        return Reply([len(ask.prompt_ids)], None, 0, [0.0], [0.0])
+        return Reply([len(ask.prompt_ids)], 0, [0.0], [[0.0]])
 
 
 def traces(count: int, seed: int = 0) -> list[ForkRequest]:
@@ -150,13 +133,12 @@ def test_a_refused_trace_fails_alone(shares: bool) -> None:
     """Also where its other forks were not asked for yet: the room that they would take is free."""
     engine = Fake(1)
     engine.shares_within_batches = shares
-    asked = [TraceRequest([n], "", (), Sampled([5] * 9, [], "natural")) for n in range(20)]
     engine.refused = {2, 3, 4, 11}
-
-    desk = Desk(asked)
+    trace = Sampled([5] * 9, [], "natural")
+    desk = Desk([TraceRequest([n], str(n), (), trace) for n in range(20)])
     engine.sample_and_fork(desk, SamplingSettings(), None, SUFFIX, 1)
-    assert set(desk.lost) == engine.refused
-    assert sorted([*desk.lost, *desk.finished]) == list(range(20))
+    assert set(desk.errors) == set(map(str, engine.refused))
+    assert len(desk.errors) + len(desk.traces) == 20
 
 
 def test_errors_end_the_run() -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,15 +12,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ospruner.engines.interface import SamplingSettings, TokenCount
-from ospruner.engines.transformers import batch, choosing, memory
-from ospruner.engines.transformers.batch import RowBatch, SlotLayer, fast_attention, joined, padded
+from ospruner.engines.interface import SamplingSettings
+from ospruner.engines.transformers import choosing, memory
+from ospruner.engines.transformers.batch import SlotLayer
 from ospruner.engines.transformers.choosing import choose
-from ospruner.engines.transformers.engine import TransformersEngine
 
 from .conftest import make_base
 
@@ -101,15 +98,6 @@ def test_bases_whose_roundings_have_no_bound_are_named(
     assert found is None if said is None else re.search(said, str(found))
 
 
-def test_half_precision_says_that_batches_matter(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert TransformersEngine(tiny_base, tiny_tokenizer).batch_effects is None
-    half = TransformersEngine(tiny_base.bfloat16(), tiny_tokenizer)
-    assert half.batch_effects is not None
-    assert "bfloat16" in half.batch_effects
-
-
 def test_free_memory_of_this_machine() -> None:
     free = memory.free_bytes(torch.device("cpu"))
     assert free is not None
@@ -147,39 +135,3 @@ def test_slots_on_several_devices() -> None:
             taken = SlotLayer.joined(pieces, 8)
             for buffer in taken.buffers:
                 assert (buffer.device, buffer.shape[:2]) == (device, (5, 2))
-
-
-def test_rows_are_kept_repeated_and_joined(tiny_base: Qwen2ForCausalLM) -> None:
-    """Whatever becomes of the rows of a batch, the next tokens' logits are those of plain runs."""
-    draws = torch.Generator().manual_seed(0)
-
-    def text(size: int) -> list[int]:
-        return torch.randint(5, 300, (size,), generator=draws).tolist()
-
-    def check(texts: list[list[int]], logits: torch.Tensor) -> None:
-        for row, one in zip(logits, texts, strict=True):
-            alone = tiny_base(torch.tensor([one]), use_cache=False).logits[0, -1]
-            torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
-
-    with torch.inference_mode(), fast_attention(tiny_base):
-        for pieces in (2**24, 64):  # the mask of a pass
-            with mock.patch.object(batch, "_MASK_NUMBERS", pieces):
-                texts = [text(size) for size in (9, 4, 30)]
-                rows_ = RowBatch(tiny_base, TokenCount(), packed=True)
-                check(texts, rows_.feed(*padded(texts)))
-                rows_ = rows_.take([1, 0, 1])
-                assert rows_.columns == 9
-                texts = [texts[1], texts[0], texts[1]]
-                more = [text(3) for _ in texts]
-                texts = [[*one, *added] for one, added in zip(texts, more, strict=True)]
-                check(texts, rows_.feed(torch.tensor(more)))
-                new = [text(40), text(7)]
-                other = RowBatch(tiny_base, TokenCount(), packed=True)
-                other.feed(*padded(new))
-                rows_ = joined([(rows_, [2, 0], None), (other, [0, 1], None)])
-                texts = [texts[2], texts[0], *new]
-                real = torch.tensor([[True], [False], [True], [True]])
-                found = rows_.feed(torch.tensor([[8], [9], [10], [11]]), real)
-                live = [0, 2, 3]
-                texts = [[*texts[i], 8 + i] for i in live]
-                check(texts, found[live])

@@ -1,84 +1,17 @@
 """A stream of traces through the transformers engine: forks beside sampling, places refilled."""
 
-import random
-from collections.abc import Sequence
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
-from ospruner.engines.interface import (
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    Sampled,
-    TraceDesk,
-    TraceRequest,
-)
+from ospruner.engines.interface import Engine, ForkRequest, Sampled
 from ospruner.engines.transformers import memory
 from ospruner.engines.transformers.engine import TransformersEngine
 
-from .conftest import SETTINGS, make_base, prompts
+from .conftest import SETTINGS, Desk, cuts_of, make_base, prompts
 
 COUNT = 23
-
-
-class Desk(TraceDesk):
-    """Gives traces within a window, and keeps what becomes of them.
-
-    Args:
-        window: the most traces in flight.
-        moody: whether there is sometimes nothing to begin, for no reason.
-        asked: the prompts.
-    """
-
-    def __init__(
-        self, window: int, moody: bool = False, asked: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self.window = window
-        self.draws = random.Random(1) if moody else None
-        self.todo = list(enumerate(prompts(COUNT) if asked is None else asked))[::-1]
-        self.in_flight: set[str] = set()
-        self.sampling: set[str] = set()
-        self.log: list[tuple[str, str, int]] = []  # what, of which trace, how many were sampled
-        self.traces: dict[str, tuple[Sampled, Sequence[ForkedAnswer]]] = {}
-        self.errors: dict[str, str] = {}
-
-    def begin(self) -> TraceRequest | None:
-        if not self.todo or len(self.in_flight) >= self.window:
-            return None
-        if self.in_flight and self.draws is not None and self.draws.random() < 0.5:
-            return None
-        number, prompt = self.todo.pop()
-        request = TraceRequest(prompt, f"row {number}")
-        self._note("begun", request)
-        self.in_flight.add(request.key)
-        self.sampling.add(request.key)
-        return request
-
-    def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
-        self._note("sampled", request)
-        self.sampling.remove(request.key)
-        return cuts_of(trace)
-
-    def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
-        self._note("done", request)
-        self.in_flight.remove(request.key)
-        self.traces[request.key] = trace, answers
-
-    def failed(self, request: TraceRequest, error: Exception) -> None:
-        self.in_flight.remove(request.key)
-        self.sampling.discard(request.key)
-        self.errors[request.key] = f"{type(error).__name__}: {error}"
-
-    def _note(self, what: str, request: TraceRequest) -> None:
-        self.log.append((what, request.key, len(self.sampling)))
-
-
-def cuts_of(trace: Sampled) -> list[int]:
-    """Every fifth token, where the thinking is not too short for a step."""
-    length = len(trace.trace_ids)
-    return [*range(5, length, 5), length] if length > 2 else []
+TOKENS = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25  # bytes of a row, as of the test of memory and rows
 
 
 def run(engine: Engine, desk: Desk, fmt: TokenFormat) -> Desk:
@@ -122,7 +55,7 @@ def test_tokens_are_those_of_sampling_and_forking_apart(
     ways = [(4, 6, True), (8, COUNT, False), (1, 1, False), (40, 9, True)]
     for batch_size, window, moody in ways[: 4 if name == "qwen2" else 2]:
         engine = TransformersEngine(base, tiny_tokenizer, batch_size, fork_tokens=60)
-        assert tokens_of(run(engine, Desk(window, moody), fmt)) == expected
+        assert tokens_of(run(engine, Desk(prompts(COUNT), window, moody), fmt)) == expected
         for count in (engine.counts, engine.sample_counts):
             assert count.computed >= count.unique > 0
         computed.append((engine.counts.unique, engine.sample_counts.unique))
@@ -133,7 +66,8 @@ def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(
     tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
 ) -> None:
     base = make_base("qwen2", tiny_tokenizer, fmt)
-    engine, desk = TransformersEngine(base, tiny_tokenizer, 8, fork_tokens=150), Desk(11)
+    engine = TransformersEngine(base, tiny_tokenizer, 8, fork_tokens=150)
+    desk = Desk(prompts(COUNT), 11)
     run(engine, desk, fmt)
     assert max(n for _, _, n in desk.log) == 8
     beside = [n for what, _, n in desk.log if what == "done" and n]
@@ -147,10 +81,9 @@ def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(
 def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
     tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, desk = make_base("qwen2", tiny_tokenizer, fmt), Desk(12)
-    row = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25  # bytes, as of the test of memory and rows
+    base, desk = make_base("qwen2", tiny_tokenizer, fmt), Desk(prompts(COUNT), 12)
     monkeypatch.setattr(
-        memory, "free_bytes", lambda device: 1000 if len(desk.sampling) > 1 else int(7 * row)
+        memory, "free_bytes", lambda device: 1000 if len(desk.sampling) > 1 else int(7 * TOKENS)
     )
     engine = TransformersEngine(base, tiny_tokenizer, fork_tokens=60, memory_share=0.5)
     run(engine, desk, fmt)
@@ -169,10 +102,9 @@ def test_what_cannot_be_sampled_or_forked_fails_alone(
     asked: list[list[int]] = prompts(COUNT)
     asked[7] = [9] * 300
     asked[20] = [9] * 900
-    row = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * 3.5 * row))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * 3.5 * TOKENS))
     base.config.max_position_embeddings = 500
-    desk = Desk(10, asked=asked)
+    desk = Desk(asked, 10)
     run(TransformersEngine(base, tiny_tokenizer, memory_share=0.5), desk, fmt)
     assert set(desk.errors) == {"row 7", "row 20"}
     assert "text of 351 tokens need" in desk.errors["row 7"]

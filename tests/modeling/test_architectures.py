@@ -15,8 +15,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.auto import CONFIG_MAPPING
 
-from modeling_ospruner.policy_ospruner import Reader, decoder_layers
-from ospruner.scoring import stop_probabilities
+from modeling_ospruner.policy_ospruner import Reader
 from ospruner.train.untrained import fresh_layers, untrained
 
 from ..families import (
@@ -24,6 +23,7 @@ from ..families import (
     MAMBA,
     ORDINARY,
     OTHERS,
+    check_one_pass,
     let_write_paragraphs,
     make_base,
     padded_prompts,
@@ -49,53 +49,6 @@ def base(
     request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:
     return make_base(request.param, tiny_tokenizer)
-
-
-@torch.no_grad()
-def test_tail_equals_the_base(base: PreTrainedModel) -> None:
-    """Fed with what enters layer L-n, the tail gives the base's last hidden states."""
-    inputs = padded_prompts(20)
-    mask = inputs["attention_mask"]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    entering: dict[int, list[torch.Tensor]] = {1: [], 2: []}  # the whole, then its pieces
-    handles = [
-        decoder_layers(base)[-n].register_forward_pre_hook(
-            lambda module, args, kwargs, n=n: entering[n].append(
-                kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            ),
-            with_kwargs=True,
-        )
-        for n in entering
-    ]
-    last = base.get_decoder()(**inputs, position_ids=positions).last_hidden_state
-    real = mask.bool()
-    own_cache = DynamicCache(config=base.get_decoder().config)
-    # In pieces the base itself rounds otherwise; where it has linear attention, by much.
-    last_in_parts = [
-        base.get_decoder()(
-            input_ids=inputs["input_ids"][:, i:j],
-            attention_mask=mask[:, :j],
-            position_ids=positions[:, i:j],
-            past_key_values=own_cache,
-        ).last_hidden_state
-        for i, j in PIECES
-    ]
-    for handle in handles:
-        handle.remove()
-    for n, (hidden, *pieces) in entering.items():
-        policy = fresh_layers(base, n, tuning="layers")
-        torch.nn.init.normal_(policy.head.weight)
-        expected = policy.head(last.float())[..., 0]
-        whole = policy(hidden, positions, mask)
-        assert whole.dtype == torch.float32
-        torch.testing.assert_close(whole[real], expected[real], rtol=0, atol=0)
-        cache = policy.new_cache()
-        parts = [
-            policy(piece, positions[:, i:j], mask[:, :j], cache)
-            for piece, (i, j) in zip(pieces, PIECES, strict=True)
-        ]
-        expected = torch.cat([policy.head(one.float())[..., 0] for one in last_in_parts], 1)
-        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=0)
 
 
 # Bases whose layers keep something else beside keys and values, and what.
@@ -125,53 +78,58 @@ def layers_with_keys(base: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def test_queries_equal_the_base(base: PreTrainedModel) -> None:
-    """On the base's keys and values, copies without their own give its last hidden states.
+@pytest.mark.parametrize("tuning", ["layers", "queries"])
+def test_copies_equal_the_base(base: PreTrainedModel, tuning: str) -> None:
+    """Fed with what enters layer L-n, the copies give the base's last hidden states, to the bit.
 
-    All positions at once, a few of them, and in pieces on a cache of transformers.
+    All positions at once, and in pieces on a cache; copies that are queries only do so on the
+    base's keys and values, also for a few positions.
     """
-    torch.manual_seed(0)
-    holding = layers_with_keys(base)
-    inputs = padded_prompts(20)
+    queries = tuning == "queries"
+    holding = layers_with_keys(base) if queries else 2
+    close: dict[str, Any] = CLOSE if queries else {"rtol": 0, "atol": 0}
+    inputs, decoder = padded_prompts(20), base.get_decoder()
     mask = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     real = mask.bool()
     for n in {1, 2, holding}.intersection(range(1, holding + 1)):
-        policy = fresh_layers(base, n, "queries")
-        names = [name for name, _ in policy.layers.named_parameters()]
-        assert not [name for name in names if {"k_proj", "v_proj"} & set(name.split("."))]
+        policy = fresh_layers(base, n, tuning)
         torch.nn.init.normal_(policy.head.weight)
         with Reader(base, policy) as reader:
-            last = base.get_decoder()(**inputs, position_ids=positions).last_hidden_state
+            last = decoder(**inputs, position_ids=positions).last_hidden_state
             hidden, keys = reader.hidden, reader.keys
         expected = policy.head(last.float())[..., 0]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(queries):
             whole = policy(hidden, positions, mask, None, keys)
-            whole[real].sum().backward()
-        torch.testing.assert_close(whole[real], expected[real], **CLOSE)
-        reached = {name for name, p in policy.layers.named_parameters() if p.grad is not None}
-        assert [name for name in set(names) - reached if not name.endswith(WITHOUT_GRADIENT)] == []
-        columns = torch.tensor([[7, 19, 12], [6, 5, 18]])
-        index = columns[..., None].expand(-1, -1, hidden.shape[-1])
-        few = hidden.gather(1, index), positions.gather(1, columns)
-        some = policy(*few, mask, None, keys, columns)
-        torch.testing.assert_close(some, expected.gather(1, columns), **CLOSE)
-        cache = DynamicCache(config=base.get_decoder().config)
+            total = whole[real].sum()
+        assert whole.dtype == torch.float32
+        torch.testing.assert_close(whole[real], expected[real], **close)
+        if queries:
+            total.backward()
+            named = dict(policy.layers.named_parameters())
+            assert not [name for name in named if {"k_proj", "v_proj"} & set(name.split("."))]
+            unreached = [name for name, one in named.items() if one.grad is None]
+            assert [name for name in unreached if not name.endswith(WITHOUT_GRADIENT)] == []
+            columns = torch.tensor([[7, 19, 12], [6, 5, 18]])
+            index = columns[..., None].expand(-1, -1, hidden.shape[-1])
+            few = hidden.gather(1, index), positions.gather(1, columns)
+            some = policy(*few, mask, None, keys, columns)
+            torch.testing.assert_close(some, expected.gather(1, columns), **close)
+        cache, own = DynamicCache(config=decoder.config), policy.new_cache()
         for i, j in PIECES:
+            # In pieces the base itself rounds otherwise; where it has linear attention, by much.
             with Reader(base, policy) as reader:
-                last = base.get_decoder()(
+                last = decoder(
                     input_ids=inputs["input_ids"][:, i:j],
                     attention_mask=mask[:, :j],
                     position_ids=positions[:, i:j],
                     past_key_values=cache,
                 ).last_hidden_state
                 columns = torch.arange(i, j)[None]
-                part = policy(
-                    reader.hidden, positions[:, i:j], mask[:, :j], None, reader.keys, columns
-                )
-            wanted = policy.head(last.float())[..., 0]
-            seen = real[:, i:j]
-            torch.testing.assert_close(part[seen], wanted[seen], **CLOSE)
+                at = positions[:, i:j], mask[:, :j]
+                part = policy(reader.hidden, *at, own, reader.keys, columns)
+            wanted, seen = policy.head(last.float())[..., 0], real[:, i:j]
+            torch.testing.assert_close(part[seen], wanted[seen], **close)
 
 
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
@@ -192,27 +150,9 @@ def test_saved_loaded_and_generating(
     for name, tensor in loaded.policy.state_dict().items():
         assert torch.equal(tensor, model.policy.state_dict()[name]), name
     let_write_paragraphs(loaded.base, loaded.token_format, 12.0, -100.0)
-    inputs = padded_prompts(PROMPT_WIDTH)
-    length = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    never = {"mode": "threshold", "threshold": 1.0}
-    plain = loaded.generate(**inputs, **length)
-    watched = loaded.generate(**inputs, **length, stop_policy=never)
-    assert torch.equal(plain, watched)
-    online = [record.probabilities for record in loaded.last_stop]
-    assert sum(map(len, online)) >= 6
-    starts = inputs["attention_mask"].sum(1).tolist()
-    for found, text, start in zip(online, watched, starts, strict=True):
-        text = text[PROMPT_WIDTH - start :]  # without its padding
-        expected = stop_probabilities(loaded, text, prompt_length=start)
-        torch.testing.assert_close(torch.tensor(found), expected[: len(found)], rtol=0, atol=1e-4)
-    always = {"mode": "threshold", "threshold": 0.0}
-    stopped = loaded.generate(**inputs, **length, stop_policy=always)
-    for row, record in enumerate(loaded.last_stop):
-        assert record.reason == "policy"
-        cut = PROMPT_WIDTH + record.step_ends[0]
-        forced = loaded.token_format.forced_suffix()
-        assert stopped[row, :cut].tolist() == plain[row, :cut].tolist()
-        assert stopped[row, cut : cut + len(forced)].tolist() == forced
+    length: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    said = check_one_pass(loaded, padded_prompts(PROMPT_WIDTH), 1e-4, **length)
+    assert sum(map(len, said)) >= 6
 
 
 WORDS = {

@@ -16,9 +16,8 @@ from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.train.untrained import untrained
 
 from ..chats import chat_ids
+from ..families import ALWAYS, NEVER
 
-NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
-ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
 TEXTUAL = ReasoningFormat(
     "textual", "Box it.", "</reason>", "</reason>\n\n", "\\boxed{", "<reason>"
 )
@@ -122,6 +121,7 @@ class Case:
     reason: str = "policy"
     thought: str | None = None  # the thinking, where its tokens are counted
     steps: int | None = None
+    never: str = ""  # what does not follow the beginning
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
@@ -144,6 +144,8 @@ HALF = {"prefill": "First.\n\nThen</rea"}
 THOUGHT_ON = f"{HELD}{HARMONY.closing}5.{ROLE}{HELD}"
 SPOKEN = "First.</think> Say <think>."
 LATER = "First.\n\n</think>\n\n<tool_call>"
+LATEST, CHANNEL = "First.\n\n</think>\n\n", "<|channel|>"
+ENDED = f"{HELD}{BOXED}5<|end|>"
 BOX, AFTER = "</reason>\n\n\\boxed{", "\n\n\n\nThe final answer is \\boxed{"
 CASES = [
     Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
@@ -160,7 +162,15 @@ CASES = [
     Case("harmony", TOOL, TOOL, ALWAYS | TOOLS | LONG),
     Case("harmony", TOOL, TOOL, NEVER | TOOLS | LONG, "natural"),
     Case("harmony", TOOL, HELD + HARMONY.closing, ALWAYS | FREE),
+    # An answer does not open the thinking again; with tools any channel but the analysis is free.
+    Case("harmony", f"{HELD}{BOXED}<|channel|>", HELD + BOXED, ALWAYS, never="<|channel|>"),
+    Case("harmony", AGAIN, HELD + ROLE + CHANNEL, ALWAYS | TOOLS | LONG, never="analysis"),
     Case("harmony", AGAIN, AGAIN, ALWAYS | TOOLS | LONG | {"mask_reentry": False}),
+    Case("calls", f"{LATEST}\\boxed{{<think>", f"{LATEST}\\boxed{{", ALWAYS, never="<think>"),
+    Case("calls", f"{LATEST}<think>", LATEST, ALWAYS | FREE, never="<think>"),
+    Case("calls", f"{LATEST}<think>", f"{LATEST}<think>", ALWAYS | FREE | {"mask_reentry": False}),
+    # It ends with its message.
+    Case("harmony", f"{ENDED}xxxx", ENDED, ALWAYS | LONG, never="x"),
     # A call within the thinking is the model's own end, and is let be.
     *(
         Case(kind, text, text, NEVER | how | LONG, "natural", thought, 1)
@@ -204,6 +214,7 @@ def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
     model = models(case.kind)
     text, record = write(model, case.script, **case.how)
     assert text.startswith(case.starts)
+    assert not case.never or case.never not in text.removeprefix(case.starts)
     assert record.reason == case.reason
     if case.reason == "policy":
         assert record.thinking_tokens == record.step_ends[-1]
@@ -211,25 +222,6 @@ def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
         assert record.thinking_tokens == len(tokens(model, case.thought))
     if case.steps is not None:
         assert len(record.step_ends) == case.steps
-
-
-def test_the_answer_does_not_open_the_analysis_again(models: Models) -> None:
-    model = models("harmony")
-    assert model.token_format.channels is not None
-    text, _ = write(model, f"{HELD}{BOXED}<|channel|><|channel|><|channel|>", **ALWAYS)
-    assert text.startswith(HELD + BOXED)
-    assert "<|channel|>" not in text[len(HELD + BOXED) :]
-    # With tools any channel but the analysis.
-    text, _ = write(model, AGAIN, answer="tools", max_answer_tokens=40, **ALWAYS)
-    assert text.startswith(f"{HELD}{ROLE}<|channel|>")
-    assert not text.startswith(f"{HELD}{ROLE}<|channel|>a")
-
-
-def test_the_answer_ends_with_its_message(models: Models) -> None:
-    text, _ = write(
-        models("harmony"), f"{HELD}{BOXED}5<|end|>xxxxxxxx", max_answer_tokens=20, **ALWAYS
-    )
-    assert text.endswith("\\boxed{5<|end|>")
 
 
 def test_a_sentence_before_the_closing(models: Models) -> None:

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from modeling_ospruner.formats_ospruner import (
     BoundaryState,
     BoxState,
-    Marker,
     MarkerState,
     ReasoningFormat,
     TokenFormat,
@@ -20,7 +19,7 @@ from modeling_ospruner.formats_ospruner import (
 from ospruner.formats import HARMONY, follow
 
 from ..chats import chat_ids
-from .made_formats import boundaries, made_format, made_marker
+from .made_formats import made_format, made_marker
 from .test_formats_generate import TEXTUAL
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -122,16 +121,6 @@ def test_only_analysis_has_steps_and_ends_the_thinking(messages: list[Message]) 
         assert state.closing_written == (1 if by_end_marker else len(CLOSING))
 
 
-@given(MESSAGES, st.integers(0, 40))
-@settings(max_examples=150, deadline=None)
-def test_a_prefilled_thinking_goes_on(messages: list[Message], cut: int) -> None:
-    """Streaming after any prefix gives what the whole gives: a state is all that is kept."""
-    stream = [i for message in messages for i in (*message.ids(), *CLOSING[:3])]
-    cut = min(cut, len(stream))
-    state = FORMAT.boundary_state(stream[:cut])
-    assert [state.push(i) for i in stream[cut:]] == boundaries(FORMAT, stream)[cut:]
-
-
 @given(st.lists(st.text(alphabet="{}\\ab", min_size=1, max_size=4), max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_box_closes_in_the_same_place_however_the_text_is_cut(tokens: list[str]) -> None:
@@ -178,30 +167,6 @@ def test_the_matcher_against_a_naive_search(ids: list[int], literal: str) -> Non
             found = i + 1 - state.tokens, i + 1, state.overhang
             break
     assert found == naive([CUT[i] for i in ids], literal)
-
-
-@given(st.text(alphabet="</reason>ab.\n é🙂", max_size=30), st.data())
-@settings(max_examples=40, deadline=None)
-def test_real_tokens_against_decoded_text(
-    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat], text: str, data: st.DataObject
-) -> None:
-    """However a text is cut into tokens, the marker is complete where the decoded text says so."""
-    tokenizer, marker = real_r1[0], Marker("</reason>", real_r1[1].texts)
-    parts = [text, "</reason>", "</", "reason", ">\n\n", ".</", "é"]
-    pieces = data.draw(st.lists(st.sampled_from(parts), max_size=6))
-    ids = [i for piece in pieces for i in token_ids(tokenizer, piece)]
-    state, found = MarkerState(marker), None
-    for end, token in enumerate(ids, 1):
-        if state.push(token):
-            found = end
-            break
-    texts = [str(tokenizer.decode(ids[:end])) for end in range(1, len(ids) + 1)]
-    wanted = next((end for end, one in enumerate(texts, 1) if "</reason>" in one), None)
-    assert found == wanted
-    if found is not None:
-        first = found - state.tokens
-        assert "</reason>" in str(tokenizer.decode(ids[first:found]))
-        assert "</reason>" not in str(tokenizer.decode(ids[first + 1 : found]))
 
 
 def check_real(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,8 +14,6 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess, prepare
 
-from .made_formats import boundaries
-
 Chat = list[dict[str, Any]]
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -77,8 +75,8 @@ def family(request: pytest.FixtureRequest) -> Family:
     return found
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
 EVERY = pytest.mark.parametrize("family", ["r1", "harmony", "qwen3", "qwq"], indirect=True)
-TAGS = pytest.mark.parametrize("family", ["r1", "qwen3", "qwq"], indirect=True)
 
 
 def test_guess_tells_the_families_apart(
@@ -126,14 +124,15 @@ def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
     assert span == (len(prompt), len(prompt) + len(trace), False)
 
 
-@TAGS
+@EVERY
 def test_whole_text(family: Family) -> None:
     prompt, fmt = family.prompt(ASK), family.fmt
-    trace = family.ids("First 2.\n\nThen 3.")
+    opening = ANALYSIS if fmt.channels else ""
+    trace = family.ids(f"{opening}First 2.\n\nThen 3.")
     answer = family.ids("So </think> it is \\boxed{5}.")
     closed = (len(prompt), len(prompt) + len(trace), True)
     whole = [*prompt, *trace, *fmt.closing_ids, *answer, *fmt.eos_ids]
-    for end in (len(prompt) + len(trace) + 1, len(whole) - 2, len(whole)):
+    for end in range(len(prompt) + len(trace) + 1, len(whole) + 1):
         assert fmt.thinking_span(whole[:end]) == closed, end
     assert fmt.thinking_span([*whole, *family.ids("\n")]) == closed
     # The model gave up without a closing.
@@ -183,81 +182,6 @@ def test_qwen3_without_thinking(qwen3: Family) -> None:
         "<think>\n\nFirst.\n\n",
         "<think>\n\nFirst.\n\nThen",
     ]
-
-
-ANALYSIS = "<|channel|>analysis<|message|>"
-FINAL = "<|channel|>final<|message|>"
-
-
-def test_harmony_trace_and_what_is_left_to_close(harmony: Family) -> None:
-    fmt, prompt = harmony.fmt, harmony.prompt(ASK)
-    trace = harmony.ids(f"{ANALYSIS}First 2.\n\nThen 3.")
-    ends = fmt.step_ends(trace)
-    assert [harmony.tokenizer.decode(trace[:end]) for end in ends] == [
-        f"{ANALYSIS}First 2.\n\n",
-        f"{ANALYSIS}First 2.\n\nThen 3.",
-    ]
-    assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)
-    # A natural end: the model has written <|end|>, and the rest is forced.
-    state = fmt.boundary_state([*trace, fmt.think_end_id])
-    assert (state.ended, state.closing_written, state.thinking_tokens) == (True, 1, len(trace))
-    assert harmony.tokenizer.decode(fmt.forced_suffix("forced", state)) == (
-        f"<|start|>assistant{FINAL}\\boxed{{"
-    )
-    # In the final channel nothing is left, and the box prefix opens it.
-    whole = [*trace, *fmt.closing_ids, *harmony.ids("It is"), *fmt.eos_ids]
-    state = fmt.boundary_state(whole)
-    assert (state.ended, state.thinking_tokens) == (True, len(trace))
-    closed = (len(prompt), len(prompt) + len(trace), True)
-    for end in range(len(trace) + 1, len(whole) + 1):
-        assert fmt.thinking_span([*prompt, *whole[:end]]) == closed, end
-
-
-def test_harmony_answer_without_analysis(harmony: Family) -> None:
-    """At low effort GPT-OSS may open the final channel at once: the answer has no steps."""
-    fmt = harmony.fmt
-    written = harmony.ids(f"{FINAL}It is\n\n5.\n\nYes.")
-    assert boundaries(fmt, written) == [False] * len(written)
-    state = fmt.boundary_state(written)
-    assert (state.ended, state.thinking_tokens) == (True, 0)
-    assert fmt.forced_suffix("free", state) == []
-    assert fmt.forced_suffix("forced", state) == list(fmt.box_prefix_ids)
-    prompt = harmony.prompt(ASK)
-    assert fmt.thinking_span([*prompt, *written]) == (len(prompt), len(prompt), True)
-    shaped = harmony.ids("<|channel|>final <|constrain|>json<|message|>{\n\n}")
-    assert fmt.boundary_state(shaped).ended
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "<|channel|>commentary<|message|>I will add.\n\nThen tell.",
-        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\n\n}",
-        "<|channel|>analysis to=python code<|message|>x = 1\n\nprint(x)\n\n",
-        " to=python<|channel|>analysis<|message|>x = 1\n\nprint(x)\n\n",
-    ],
-)
-def test_harmony_other_messages_think_nothing(harmony: Family, message: str) -> None:
-    """They have no steps, and their end is not the thinking's, before and after an analysis."""
-    fmt = harmony.fmt
-    prompt, end = harmony.prompt(ASK), harmony.ids("<|end|><|start|>assistant")
-    other = harmony.ids(message)
-    ends_in_other = sum(boundaries(fmt, other))
-    if "to=python<" not in message:  # only a header tells that a role was no text
-        assert ends_in_other == 0
-    thought = harmony.ids(f"{ANALYSIS}First.\n\nThen.\n\n")
-    trace = [*other, *end, *thought]
-    found = [i + 1 for i, b in enumerate(boundaries(fmt, trace)) if b]
-    assert [harmony.tokenizer.decode(trace[i - 1 : i]) for i in found] == [".\n\n", ".\n\n"]
-    assert found[0] > len(other) + len(end)
-    assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)
-    state = fmt.boundary_state([*trace, fmt.think_end_id])
-    assert (state.ended, state.closing_written) == (True, 1)
-    # After the analysis has ended, nothing more is thinking, until there is another one.
-    after = fmt.boundary_state([*thought, *end, *other, *end[:1]])
-    assert (after.ended, after.thinking_tokens) == (True, len(thought))
-    again = fmt.boundary_state([*thought, *end, *trace])
-    assert (again.ended, again.thinking_tokens) == (False, len([*thought, *end, *trace]))
 
 
 def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:

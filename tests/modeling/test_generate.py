@@ -10,11 +10,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCaus
 
 from modeling_ospruner import OSPrunerForCausalLM, uniform
 from ospruner.demo.shipped import Reasoner
-from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import untrained
 
 from ..chats import chat_batch
-from ..families import let_write_paragraphs, random_policy
+from ..families import ALWAYS, check_one_pass, let_write_paragraphs, random_policy
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -49,20 +48,6 @@ def run(model: OSPrunerForCausalLM, inputs: dict[str, Any], **kwargs: Any) -> to
     torch.manual_seed(5)
     output: torch.Tensor = model.generate(**inputs, max_new_tokens=NEW_TOKENS, **kwargs)
     return output
-
-
-def greedy_answer(model: OSPrunerForCausalLM, text: list[int], most: int) -> list[int]:
-    """The greedy continuation by plain forwards, to the closing brace or the end of text."""
-    box = model.token_format.box_state()
-    out: list[int] = []
-    while len(out) < most:
-        logits = model.base(input_ids=torch.tensor([text + out])).logits[0, -1]
-        for (token,), bias in model.base.generation_config.sequence_bias:
-            logits[token] += bias
-        out.append(int(logits.argmax()))
-        if box.push(out[-1]) or out[-1] == model.base.generation_config.eos_token_id:
-            break
-    return out
 
 
 def test_without_a_seed_each_call_draws_anew(model: OSPrunerForCausalLM) -> None:
@@ -112,20 +97,20 @@ def test_rows_equal_plain_generate_until_they_stop(
 
 
 def test_forced_answers_are_the_greedy_ones(model: OSPrunerForCausalLM) -> None:
-    """Sampled traces, greedy answers: what plain forwards give after the forced tokens."""
-    inputs = prompts(model, 8)
-    pruned = run(model, inputs, stop_policy={"mode": "threshold", "threshold": 0.0}, **SAMPLED)
+    """Sampled traces, greedy answers: what the base writes after the forced tokens."""
+    inputs, compared = prompts(model, 8), 0
+    pruned = run(model, inputs, stop_policy=ALWAYS, **SAMPLED)
     width = inputs["input_ids"].shape[1]
-    compared = 0
-    for row, record in enumerate(model.last_stop):
+    for row, real, record in zip(pruned, inputs["attention_mask"], model.last_stop, strict=True):
         start = width + record.thinking_tokens + len(model.token_format.forced_suffix())
-        if record.reason != "policy" or start >= pruned.shape[1]:
-            continue
-        mask = inputs["attention_mask"][row].bool()
-        text = [*inputs["input_ids"][row][mask].tolist(), *pruned[row, width:start].tolist()]
-        answer = greedy_answer(model, text, pruned.shape[1] - start)
-        assert pruned[row, start : start + len(answer)].tolist() == answer
-        compared += len(answer)
+        if record.reason == "policy" and start < len(row):
+            text: Any = row[width - int(real.sum()) : start][None]
+            most = {"max_new_tokens": len(row) - start, "do_sample": False}
+            answer = model.generate(text, stop_policy=False, **most)[0, text.shape[1] :].tolist()
+            box = model.token_format.box_state()
+            ends = next((i for i, token in enumerate(answer, 1) if box.push(token)), len(answer))
+            assert row[start : start + ends].tolist() == answer[:ends]
+            compared += ends
     assert compared > 20
 
 
@@ -140,37 +125,18 @@ def test_online_probabilities_equal_one_offline_pass(
     dtype: torch.dtype,
 ) -> None:
     model = make_model(tiny_base, tiny_tokenizer, layers, dtype)
-    inputs = prompts(model, 8)
-    never = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
-    output = run(model, inputs, stop_policy=never, **SAMPLED)
-    width = inputs["input_ids"].shape[1]
-    online, offline = [], []
-    for row, record in enumerate(model.last_stop):
-        prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
-        trace = output[row, width : width + record.thinking_tokens].tolist()
-        steps = len(record.step_ends)
-        assert model.token_format.step_ends(trace)[:steps] == record.step_ends
-        online += record.probabilities
-        text = [*prompt, *trace]
-        scores = stop_probabilities(model, text, prompt_length=len(prompt))
-        offline += scores[:steps].tolist()
+    close = 1e-5 if dtype == torch.float32 else 5e-2
+    said = check_one_pass(model, prompts(model, 8), close, max_new_tokens=NEW_TOKENS, **SAMPLED)
+    online = [one for row in said for one in row]
     assert len(online) > 40
-    spread = max(online) - min(online)
-    assert spread > 0.2
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(torch.tensor(online), torch.tensor(offline), rtol=0, atol=tolerance)
-    changed = sum(
-        (uniform(0, 0, i) < a) != (uniform(0, 0, i) < b)
-        for i, (a, b) in enumerate(zip(online, offline, strict=True))
-    )
-    assert changed <= (0 if dtype == torch.float32 else 0.05 * len(online))
+    assert max(online) - min(online) > 0.2
 
 
 @pytest.mark.parametrize("where", ["head", "layers"])
 def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> None:
     # Of queries that are NaN torch's attention kernel for the CPU makes zeros.
     inputs = prompts(model, 4)
-    settings = {"mode": "threshold", "threshold": 0.0, "answer": "free"}
+    settings = ALWAYS | {"answer": "free"}
     run(model, inputs, stop_policy=settings)
     assert model.last_stop[0].reason == "policy"
     with torch.no_grad():
@@ -192,13 +158,10 @@ def test_draws_are_pinned() -> None:
     draws = [uniform(0, 0, 0), uniform(0, 0, 1), uniform(0, 1, 0), uniform(1, 0, 0)]
     assert all(0 <= draw < 1 for draw in draws)
     assert len(set(draws)) == 4
-    assert draws[0] == PINNED
+    assert draws[0] == 0.13870941014555427
     many = torch.tensor([uniform(3, i, j) for i in range(100) for j in range(100)])
     assert abs(float(many.mean()) - 0.5) < 0.02
     assert abs(float(many.var()) - 1 / 12) < 0.005
-
-
-PINNED = 0.13870941014555427
 
 
 def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:

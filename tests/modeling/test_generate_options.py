@@ -22,12 +22,11 @@ from ospruner.eval.problems.problem import user_message
 from ospruner.rules import AnswerEntropy
 
 from ..chats import chat_batch
-from ..families import random_policy
+from ..families import ALWAYS, NEVER, random_policy
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}
-NEVER = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
-ALWAYS = {"mode": "threshold", "threshold": 0.0}
+UNSTOPPED = NEVER | {"answer": "free"}
 
 
 @pytest.fixture(scope="module")
@@ -62,41 +61,25 @@ class Prefer(LogitsProcessor):
         return scores
 
 
-def test_a_policy_decides_at_the_stride_of_its_labels(
-    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("prices", [None, (5e-5, 1e-2)])
+def test_a_policy_decides_at_the_stride_of_its_labels(reasoner: Reasoner, prices: Any) -> None:
+    model = random_policy(reasoner.model, reasoner.tokenizer, 1, price_range=prices)
     inputs = inputs_for(model, 2)
-    run(model, inputs, stop_policy={"mode": "threshold", "threshold": 1.0})
+    run(model, inputs, stop_policy=NEVER)
     every = model.last_stop
-    monkeypatch.setattr(model.config, "step_stride", 2)
-    run(model, inputs, stop_policy={"mode": "threshold", "threshold": 1.0})
+    model.config.step_stride = 2
+    run(model, inputs, stop_policy=NEVER)
     for one, strided in zip(every, model.last_stop, strict=True):
         assert len(one.step_ends) > 2
         assert strided.step_ends == one.step_ends
         asked = [(i + 1) % 2 == 0 for i in range(len(one.step_ends))]
         assert [not math.isnan(p) for p in strided.probabilities] == asked
+        assert [not math.isnan(p) for p in strided.prices] == (asked if prices else [])
         assert strided.probabilities[1::2] == pytest.approx(one.probabilities[1::2])
         assert strided.nan_steps == 0
     run(model, inputs, stop_policy=ALWAYS)
     for one, strided in zip(every, model.last_stop, strict=True):
         assert strided.step_ends == one.step_ends[:2]
-
-
-@pytest.mark.parametrize("answer", ["forced", "free"])
-def test_an_answer_does_not_open_the_thinking_again(
-    model: OSPrunerForCausalLM, answer: str
-) -> None:
-    fmt = model.token_format
-    (start,) = fmt.reentry_ids
-    after = Prefer(start, lambda ids: (ids == fmt.think_end_id).any(-1))
-    inputs = inputs_for(model, 2)
-    how: dict[str, Any] = {"logits_processor": [after]}
-    settings = {**ALWAYS, "answer": answer}
-    masked = run(model, inputs, stop_policy=settings, **how)
-    assert [record.reason for record in model.last_stop] == ["policy"] * 2
-    assert not (masked == start).any()
-    free = run(model, inputs, stop_policy={**settings, "mask_reentry": False}, **how)
-    assert (free == start).any(-1).all()
 
 
 class EndRow(StoppingCriteria):
@@ -119,7 +102,7 @@ def test_rows_that_something_else_ends_are_let_go(model: OSPrunerForCausalLM) ->
     inputs = inputs_for(model, 3)
     columns = inputs["input_ids"].shape[1] + 9
     how: dict[str, Any] = {"stopping_criteria": [EndRow(1, columns)]}
-    assert torch.equal(run(model, inputs, stop_policy=NEVER, **how), run(model, inputs, **how))
+    assert torch.equal(run(model, inputs, stop_policy=UNSTOPPED, **how), run(model, inputs, **how))
     ended = model.last_stop[1]
     assert (ended.thinking_tokens, ended.reason) == (9, "length")
     assert all(end <= 9 for end in ended.step_ends)
@@ -159,20 +142,6 @@ def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM, rule: Any) -> N
     alone = [solve(inputs) for inputs in batches]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(solve, batches)) == alone
-
-
-def test_nothing_is_forced_into_a_prefilled_reply(model: OSPrunerForCausalLM) -> None:
-    """Where the template opens the thinking and the client's reply does not, there is none."""
-    tokenizer, fmt = model.tokenizer, model.token_format
-    assert tokenizer is not None
-    opened = inputs_for(model, 1)["input_ids"][0].tolist()
-    assert opened[-len(fmt.opening_ids) :] == list(fmt.opening_ids)
-    reply = tokenizer.encode("3+4=7.\n\n", add_special_tokens=False)
-    ids = torch.tensor([[*opened[: -len(fmt.opening_ids)], *reply]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(run(model, inputs, stop_policy=ALWAYS), run(model, inputs))
-    record = model.last_stop[0]
-    assert (record.reason, record.thinking_tokens, record.step_ends) == ("natural", 0, [])
 
 
 def test_what_true_and_a_threshold_alone_mean(model: OSPrunerForCausalLM) -> None:
@@ -264,7 +233,7 @@ def test_no_row_stops_or_ends_before_the_fewest_tokens(
     end = model.token_format.think_end_id
     closing = Prefer(end, lambda ids: torch.full((len(ids),), ids.shape[1] == width + 5))
     arguments["logits_processor"] = [*arguments.get("logits_processor", []), closing]
-    short: dict[str, Any] = {**NEVER, "answer": "forced", "max_answer_tokens": 2}
+    short: dict[str, Any] = {**NEVER, "max_answer_tokens": 2}
     written = run(model, inputs, 90, stop_policy=short, **arguments)
     assert written.shape[1] == least
     assert [record.reason for record in model.last_stop] == ["natural"] * 2

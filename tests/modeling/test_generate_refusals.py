@@ -150,37 +150,25 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
             stop_probabilities(model, inputs, prompt_length=1)
 
 
-def compiled_in_place(base: Any) -> None:
-    base.compile()
-
-
-def compiled_inside(base: Any) -> None:
-    base.model.layers[1].compile()
-
-
-def compiled_forward(base: Any) -> None:
-    base.forward = torch.compile(base.forward)
-
-
-def without_an_end(base: Any) -> None:
-    base.generation_config.eos_token_id = None
-
-
-def in_training(base: Any) -> None:
-    base.gradient_checkpointing_enable()
-    base.train()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         # Nothing is compiled: torch compiles at the first forward, which is not reached.
         (torch.compile, "compiled by torch.compile"),
-        (compiled_in_place, "compiled by torch.compile"),
-        (compiled_inside, "compiled by torch.compile"),
-        (compiled_forward, "compiled by torch.compile"),
-        (without_an_end, "the generation config has no eos_token_id"),
-        (in_training, r"train mode with gradient checkpointing.*base.eval\(\)"),
+        (lambda base: base.compile(), "compiled by torch.compile"),
+        (lambda base: base.model.layers[1].compile(), "compiled by torch.compile"),
+        (
+            lambda base: setattr(base, "forward", torch.compile(base.forward)),
+            "compiled by torch.compile",
+        ),
+        (
+            lambda base: setattr(base.generation_config, "eos_token_id", None),
+            "the generation config has no eos_token_id",
+        ),
+        (
+            lambda base: base.gradient_checkpointing_enable() or base.train(),
+            r"train mode with gradient checkpointing.*base.eval\(\)",
+        ),
         (lambda base: T5ForConditionalGeneration(T5), "T5ForConditionalGeneration"),
     ],
 )

@@ -22,7 +22,7 @@ from ospruner.provenance import check_policy
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 
-from ..broken_tensors import BROKEN, break_tensors
+from ..broken_tensors import BROKEN, break_tensors, edit, put
 
 TEXT = [5, 6, 7, 8, *range(9, 60)]
 
@@ -60,13 +60,8 @@ def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
     return stop_probabilities(model, TEXT, prompt_length=4)
 
 
-def change_config(folder: Path, **fields: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
 def test_a_configuration_without_its_base_says_so(base: Qwen2ForCausalLM, policy: Path) -> None:
-    change_config(policy, text_config=None)
+    edit(text_config=None)(policy)
     for load in (
         lambda: OSPrunerForCausalLM.from_base(base, policy),
         lambda: OSPrunerForCausalLM.from_pretrained(policy),
@@ -95,11 +90,9 @@ def test_a_rounded_base_is_the_same_base(base: Qwen2ForCausalLM, policy: Path) -
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
 def test_a_damaged_file_is_named(policy: Path, damage: str) -> None:
-    file = policy / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(
-        {"cut": whole[: len(whole) // 2], "garbage": b"\xff" * 64, "empty": b""}[damage]
-    )
+    whole = (policy / "model.safetensors").read_bytes()
+    damages = {"cut": whole[: len(whole) // 2], "garbage": b"\xff" * 64, "empty": b""}
+    put("model.safetensors", damages[damage])(policy)
     with pytest.raises(ValueError, match="model.safetensors is damaged or no safetensors file"):
         AutoModelForCausalLM.from_pretrained(policy)
 
@@ -118,7 +111,7 @@ def test_pickles_are_never_opened(
     folder = policy
     if of == "base":
         folder = shutil.copytree(tiny_base_dir, tmp_path / "base")
-        change_config(policy, base_model_name_or_path=str(folder))
+        edit(base_model_name_or_path=str(folder))(policy)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -136,11 +129,11 @@ def test_newer_policies_say_so(policy: Path) -> None:
     assert json.loads((policy / "config.json").read_text())["ospruner_version"] == VERSION
     tensors = load_file(policy / "model.safetensors")
     save_file({**tensors, "policy.more": torch.zeros(1)}, policy / "model.safetensors")
-    change_config(policy, ospruner_version="99.0.1")
+    edit(ospruner_version="99.0.1")(policy)
     upgrade = rf"saved by ospruner 99.0.1, this is {VERSION}: upgrade with pip install -U"
     with pytest.raises(ValueError, match=rf"unknown: \['more'\].*{upgrade}"):
         AutoModelForCausalLM.from_pretrained(policy)
-    change_config(policy, colour="red")
+    edit(colour="red")(policy)
     with pytest.raises(ValueError, match=f"has no colour.*{upgrade}"):
         AutoModelForCausalLM.from_pretrained(policy)
 
@@ -152,10 +145,10 @@ def test_a_bases_own_code_is_not_run(
     opened = tmp_path / "opened"
     (folder / "martian.py").write_text(f"open({str(opened)!r}, 'w')")
     auto_map = {"AutoConfig": "martian.Config", "AutoModelForCausalLM": "martian.Model"}
-    change_config(folder, model_type="martian", auto_map=auto_map)
+    edit(model_type="martian", auto_map=auto_map)(folder)
     text_config = json.loads((policy / "config.json").read_text())["text_config"]
-    named = {"text_config": {**text_config, "model_type": "martian"}}
-    change_config(policy, base_model_name_or_path=str(folder), **named)
+    named: dict[str, Any] = {"text_config": {**text_config, "model_type": "martian"}}
+    edit(base_model_name_or_path=str(folder), **named)(policy)
     for trust in (None, True):
         with pytest.raises(ValueError, match="custom code"):
             AutoModelForCausalLM.from_pretrained(policy, trust_remote_code=trust)
@@ -178,11 +171,11 @@ def test_the_pinned_revision_is_loaded_not_the_newest(
     base.save_pretrained(repository / "snapshots" / newest)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(newest)
-    change_config(policy, base_model_name_or_path="org/base", base_revision=pinned)
+    edit(base_model_name_or_path="org/base", base_revision=pinned)(policy)
     hub: dict[str, Any] = {"cache_dir": tmp_path / "cache"}
     model: Any = AutoModelForCausalLM.from_pretrained(policy, **hub)
     assert torch.equal(scores(model), expected)
-    change_config(policy, base_revision=None)
+    edit(base_revision=None)(policy)
     other = Qwen2ForCausalLM.from_pretrained("org/base", **hub, local_files_only=True)
     for load in (
         lambda: AutoModelForCausalLM.from_pretrained(policy, **hub),

@@ -20,10 +20,16 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.generation_ospruner import Asked
 from modeling_ospruner.policy_ospruner import LayerKeys
-from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers
 
-from ..families import let_write_paragraphs, make_base, padded_prompts, random_policy
+from ..families import (
+    NEVER,
+    check_one_pass,
+    let_write_paragraphs,
+    make_base,
+    padded_prompts,
+    random_policy,
+)
 
 
 def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:
@@ -73,9 +79,9 @@ def test_what_nobody_waits_for_is_forgotten(tiny_base: Qwen2ForCausalLM) -> None
     assert sum(len(module._forward_pre_hooks) for module in modules) == before
 
 
-NEVER = {"mode": "threshold", "threshold": 1.0}
-ALWAYS = {"mode": "threshold", "threshold": 0.0}
 WIDTH, LENGTH = 12, 30
+SAMPLED: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True}
+SAMPLED |= {"temperature": 2.0, "top_k": 0}
 
 
 class Rounded(QuantizedLayer):
@@ -109,23 +115,8 @@ def policy_on(
     return model
 
 
-def written(model: OSPrunerForCausalLM, stop_policy: Any, batch: int = 2, **extra: Any) -> Any:
-    inputs = padded_prompts(WIDTH)
-    more = {name: value.repeat(batch // 2, 1) for name, value in inputs.items()}
-    settings = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 2.0, "top_k": 0}
-    torch.manual_seed(0)
-    return model.generate(**more, **(settings | extra), stop_policy=stop_policy)
-
-
-def offline(model: OSPrunerForCausalLM, ids: torch.Tensor) -> list[list[float]]:
-    """Probabilities from one pass over each row's text."""
-    mask = padded_prompts(WIDTH)["attention_mask"].repeat(len(ids) // 2, 1)
-    said = []
-    for row, real in zip(ids, mask, strict=True):
-        text = row[WIDTH - int(real.sum()) :]
-        found = stop_probabilities(model, text, prompt_length=int(real.sum()))
-        said.append(found[~found.isnan()].tolist())
-    return said
+def rows_of(count: int) -> dict[str, Any]:
+    return {name: value.repeat(count // 2, 1) for name, value in padded_prompts(WIDTH).items()}
 
 
 @pytest.mark.parametrize(
@@ -136,18 +127,12 @@ def test_on_every_cache_it_says_what_one_pass_over_the_text_says(
     name: str, kind: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = policy_on(name, tiny_tokenizer)
-    config = model.base.config
-    plain = written(model, False, 6, past_key_values=CACHES[kind](config))
-    watched = written(model, NEVER, 6, past_key_values=CACHES[kind](config))
-    assert torch.equal(plain, watched)
-    wanted = offline(model, watched)
-    found = [record.probabilities for record in model.last_stop]
-    assert sum(map(len, found)) > 20
-    tolerance = 5e-2 if kind == "quantised" else 1e-5
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours == pytest.approx(theirs[: len(ours)], abs=tolerance)
+    how: dict[str, Any] = {"cache": lambda: CACHES[kind](model.base.config), **SAMPLED}
+    said = check_one_pass(model, rows_of(6), 5e-2 if kind == "quantised" else 1e-5, **how)
+    assert sum(map(len, said)) > 20
     if kind == "quantised":  # the rounded keys were those that it saw
-        assert found != [pytest.approx(one, abs=1e-6) for one in wanted]
+        with pytest.raises(AssertionError):
+            check_one_pass(model, rows_of(6), 1e-6, **how)
 
 
 def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_policy(
@@ -168,7 +153,8 @@ def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_poli
 
     monkeypatch.setattr(model.policy, "outputs", counted)
     monkeypatch.setattr(DynamicCache, "update", watched)
-    ids = written(model, NEVER, 4, return_dict_in_generate=True)
+    told: dict[str, Any] = {"stop_policy": NEVER, "return_dict_in_generate": True}
+    ids: Any = model.generate(**rows_of(4), **SAMPLED, **told)
     ends = [record.step_ends for record in model.last_stop]
     columns = {end for row in ends for end in row if end < LENGTH}
     assert [tokens for _, tokens in asked] == [1] * len(columns)

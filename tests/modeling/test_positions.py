@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.rules import Budget
 from ospruner.rules.live import generate_with_rule
-from ospruner.scoring import stop_logits, stop_probabilities
+from ospruner.scoring import stop_logits
 from ospruner.train.untrained import fresh_layers
 
-from ..families import let_write_paragraphs, make_base, random_policy
+from ..families import check_one_pass, let_write_paragraphs, make_base, random_policy
 
 SWITCH = 64
 ROPES: dict[str, dict[str, Any]] = {
@@ -44,13 +44,6 @@ def model_on(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> O
     return model
 
 
-def online(model: OSPrunerForCausalLM, prompt: torch.Tensor, new_tokens: int) -> tuple[Any, Any]:
-    """A text that never stops, and the stop probabilities that generate met at its steps."""
-    never = {"mode": "threshold", "threshold": 1.0}
-    texts = model.generate(prompt, stop_policy=never, max_new_tokens=new_tokens)
-    return texts[0], model.last_stop[0].probabilities
-
-
 @pytest.mark.parametrize(
     ("kind", "positions", "new_tokens"),
     [
@@ -64,13 +57,11 @@ def test_what_is_read_step_by_step_is_what_one_pass_gives(
     tiny_tokenizer: PreTrainedTokenizerFast, kind: str, positions: int, new_tokens: int
 ) -> None:
     model = model_on(kind, tiny_tokenizer, positions)
-    prompt = tiny_tokenizer("<think>\n", return_tensors="pt").input_ids
-    torch.manual_seed(0)
-    text, met = online(model, prompt, new_tokens)
+    ids = tiny_tokenizer("<think>\n", return_tensors="pt").input_ids
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    [met] = check_one_pass(model, inputs, 1e-4, max_new_tokens=new_tokens)
     assert len(met) >= new_tokens // 8
     assert max(met) - min(met) > 0.1
-    one_pass = stop_probabilities(model, text, prompt_length=prompt.shape[1])
-    torch.testing.assert_close(one_pass[: len(met)], torch.tensor(met), rtol=0, atol=1e-4)
 
 
 def test_texts_that_pass_a_dynamic_switch_are_refused(

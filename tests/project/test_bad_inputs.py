@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ospruner.provenance import provenance
 from ospruner.train.labels.folder import MANIFEST
 from ospruner.train.untrained import untrained
 
+from ..broken_tensors import drop, edit, pickle_only, put
 from ..conftest import Fuzzed
 
 CASES = Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines()
@@ -68,42 +68,22 @@ FILES = {
 }
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
-    """Edits a policy's config.json; `text` its base's part."""
-
-    def change(folder: Path) -> None:
-        file = folder / "config.json"
-        values = json.loads(file.read_text("utf-8"))
-        values["text_config"].update(changes.pop("text", {}))
-        file.write_text(json.dumps(values | changes))
-
-    return change
-
-
-def put(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def drop(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
-
-
 POLICIES = {
     "no_tokenizer": drop("tokenizer.json"),
     "cut_tokenizer": put("tokenizer.json", b"{"),
-    "layers": config(text={"num_hidden_layers": 4}),
-    "layers_both": config(text={"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}),
-    "hidden": config(text={"hidden_size": 96}),
-    "no_base": config(base_model_name_or_path="/nowhere/base"),
-    "no_text": config(text_config=None),
-    "type": config(num_policy_layers="2"),
-    "nan": config(price=float("nan")),
+    "layers": edit("text_config", num_hidden_layers=4),
+    "layers_both": edit("text_config", num_hidden_layers=4, layer_types=["full_attention"] * 4),
+    "hidden": edit("text_config", hidden_size=96),
+    "no_base": edit(base_model_name_or_path="/nowhere/base"),
+    "no_text": edit(text_config=None),
+    "type": edit(num_policy_layers="2"),
+    "nan": edit(price=float("nan")),
     "list": put("config.json", b"[]"),
     "cut_config": put("config.json", b"{"),
     "latin_config": put("config.json", b'{"model_type": "\xe9"}'),
     "no_weights": drop("model.safetensors"),
     "cut_weights": put("model.safetensors", b"\x00" * 1000),
-    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "pickled": pickle_only,
     "other_record": put("provenance.json", b'{"seed": 1}'),
     "cut_record": put("provenance.json", b"{"),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -251,11 +252,8 @@ def padded(
     texts: Sequence[Sequence[int]], at_left: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as ids (B, S), and which of these are real."""
-    size = max(map(len, texts))
-    ids = torch.zeros(len(texts), size, dtype=torch.long)
-    real = torch.zeros(len(texts), size, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        place = slice(size - len(text), size) if at_left else slice(0, len(text))
-        ids[row, place] = torch.as_tensor(text, dtype=torch.long)
-        real[row, place] = True
+    rows = [torch.as_tensor(text, dtype=torch.long) for text in texts]
+    side = "left" if at_left else "right"
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
+    real = pad_sequence([row >= 0 for row in rows], batch_first=True, padding_side=side)
     return ids, real

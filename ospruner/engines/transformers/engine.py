@@ -12,15 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.bases import input_device
 
-from ..interface import (
-    Call,
-    Engine,
-    ForkRequest,
-    Sampled,
-    TokenCount,
-    TraceRequest,
-    end_ids,
-)
+from ..interface import Call, Engine, ForkRequest, TokenCount, TraceJob, TraceRequest, end_ids
 from ..rows import SamplingRow
 from .batch import RowBatch, fast_attention, joined, padded, takes_fast_attention, takes_slots
 from .choosing import batch_effects, batch_noise, choose, run_alone
@@ -29,20 +21,6 @@ from .memory import MemoryBudget
 
 _MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
 _REFILL_SHARE = 8  # replace finished rows once they are one in so many
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A sampled trace that is to be forked."""
-
-    request: TraceRequest
-    trace: Sampled
-    fork: ForkRequest
-
-    @property
-    def tokens(self) -> int:
-        """Of prompt and trace."""
-        return len(self.fork.prompt_ids) + len(self.fork.trace_ids)
 
 
 @dataclass
@@ -64,7 +42,7 @@ class _Stream(Call):
         self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
         self.fork_added = len(self.suffix_ids) + self.max_new_tokens
         self.waiting: TraceRequest | None = None  # for memory
-        self.finished: list[_Finished] = []
+        self.finished: list[TraceJob] = []  # traces that are to be forked
         self.free = engine.budget.free()  # since no row was live
         self.longest = 0  # prompt since then
 
@@ -132,7 +110,7 @@ class _Stream(Call):
             if row.push(token, self.settings, self.engine.eos_ids):
                 rows[slot] = None
                 self.count_sampled(row.request, len(row.tokens))
-                self._finish(row.request, row.sampled(self.engine.eos_ids))
+                self._finish(TraceJob(row.request, row.sampled(self.engine.eos_ids)))
 
     # What is begun, and what becomes of it.
 
@@ -151,7 +129,7 @@ class _Stream(Call):
 
     def _enough(self) -> bool:
         """Whether the finished traces fill a pass."""
-        tokens = sum(one.tokens for one in self.finished)
+        tokens = sum(map(_tokens, self.finished))
         return tokens >= self.engine.fork_tokens or len(self.finished) >= self.engine.batch_size
 
     def _begin(self, live: int) -> list[SamplingRow]:
@@ -163,7 +141,7 @@ class _Stream(Call):
             if request is None:
                 break
             if request.trace is not None:
-                self._finish(request, request.trace)
+                self._finish(TraceJob(request, request.trace))
                 continue
             longest = max(self.longest, len(request.prompt_ids))
             if live + len(rows) >= budget.rows(longest + self.added, self.free):
@@ -187,11 +165,9 @@ class _Stream(Call):
                 return request
         return None
 
-    def _finish(self, request: TraceRequest, trace: Sampled) -> None:
-        if (fork := self.to_fork(request, trace)) is not None:
-            one = _Finished(request, trace, fork)
-            if not self._refused(request, one.tokens, self.fork_added):
-                self.finished.append(one)
+    def _finish(self, job: TraceJob) -> None:
+        if self.sampled(job) and not self._refused(job.request, _tokens(job), self.fork_added):
+            self.finished.append(job)
 
     def _refused(self, request: TraceRequest, length: int, added: int) -> bool:
         """Whether so many tokens more than a text has are beyond the base: the trace fails then."""
@@ -211,23 +187,29 @@ class _Stream(Call):
         Traces of similar length run together, and need room for themselves and for their forks.
         """
         budget, free = self.engine.budget, self.engine.budget.free()
-        finished, self.finished = self.finished, []
-        ready: list[_Finished] = []
-        for one in finished:
-            fits = not live or budget.rows(one.tokens + self.fork_added, free) >= 2
-            (ready if fits else self.finished).append(one)
-        done = bool(ready)
-        ready.sort(key=lambda one: one.tokens, reverse=True)
+        waiting, ready = list[TraceJob](), list[TraceJob]()
+        for job in sorted(self.finished, key=_tokens, reverse=True):
+            fits = not live or budget.rows(_tokens(job) + self.fork_added, free) >= 2
+            (ready if fits else waiting).append(job)
+        self.finished, done = waiting, bool(ready)
         while ready:
-            fitting = budget.rows(ready[0].tokens + self.fork_added)
-            most = min(self.engine.fork_tokens // ready[0].tokens, self.engine.batch_size)
+            longest = _tokens(ready[0])
+            fitting = budget.rows(longest + self.fork_added)
+            most = min(self.engine.fork_tokens // longest, self.engine.batch_size)
             size = max(1, min(most, fitting // 2))
             group, ready = ready[:size], ready[size:]
             together = max(1, min(TOGETHER, fitting - size))
-            answers = self.forks.run([one.fork for one in group], together)
-            for one, own in zip(group, answers, strict=True):
-                self.done(one.request, one.trace, one.fork, own)
+            forks = [job.fork for job in group if job.fork is not None]
+            for job, answers in zip(group, self.forks.run(forks, together), strict=True):
+                job.answers = dict(enumerate(answers))
+                self.forked(job)
         return done
+
+
+def _tokens(job: TraceJob) -> int:
+    """Of prompt and trace, as far as it is forked."""
+    assert job.fork is not None
+    return len(job.fork.prompt_ids) + len(job.fork.trace_ids)
 
 
 class TransformersEngine(Engine):

@@ -56,7 +56,7 @@ class Scripted(AskingEngine):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
-        yield [_Script(self, number) for number in range(self.servers)]
+        yield [_Script(self, number).ask for number in range(self.servers)]
 
 
 class _Script:
@@ -78,8 +78,8 @@ class _Script:
         for _ in ids:
             await asyncio.sleep(0)
         if kind != "fork":
-            return Reply(ids, min(ask.end_ids - engine.eos_ids or ask.end_ids), 0, [], [])
-        return Reply(ids, None, 0, [-0.5] * len(ids), [1.0] * len(ids))
+            return Reply([*ids, min(ask.end_ids - engine.eos_ids or ask.end_ids)], 0)
+        return Reply(ids, 0, [-0.5] * len(ids), [[-1.0, -2.0]] * len(ids))
 
 
 @dataclass
