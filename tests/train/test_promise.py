@@ -23,7 +23,7 @@ from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies, price_grid
-from ospruner.eval.replay import replay
+from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
@@ -188,18 +188,19 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     assert f"| low | {rows[1][key]:{'.3f' if kind else 'g'}}" in card
 
     # What was promised and measured is what replay finds there, and what generate does.
-    values = sorted({one[key] for one in (stored, *rows)})
-    use = f"{policy}@{','.join(map(str, values)) if kind else 0.5}"
-    full, *rules = compare(labels, [use], prices=None if kind else values).evaluation.rules
-    at = {rule.parameter: rule.outcome for rule in rules[: len(values)]}
+    at: dict[float, Outcome] = {}
+    for value in {one[key] for one in (stored, *rows)}:
+        use, prices = f"{policy}@{value if kind else 0.5}", None if kind else [value]
+        full, used, *_ = compare(labels, [use], prices=prices).evaluation.rules
+        at[value] = used.outcome
     assert full.outcome.accuracy - at[stored[key]].accuracy == pytest.approx(stored["loss"])
     shares = {**SHARES, "low": 0.4, "medium": 0.8}
     for name, one in efforts.items():
         assert one["share"] <= shares[name] or one["tokens"] == rows[0]["tokens"]
-        used = at[one[key]]
-        assert one["tokens"] == pytest.approx(used.mean_tokens, abs=1e-3)
-        assert one["loss"] == pytest.approx(full.outcome.accuracy - used.accuracy, abs=1e-3)
-        share = used.mean_tokens / full.outcome.mean_tokens
+        outcome = at[one[key]]
+        assert one["tokens"] == pytest.approx(outcome.mean_tokens, abs=1e-3)
+        assert one["loss"] == pytest.approx(full.outcome.accuracy - outcome.accuracy, abs=1e-3)
+        share = outcome.mean_tokens / full.outcome.mean_tokens
         assert one["share"] == pytest.approx(share, abs=1e-3)
     model = OSPrunerForCausalLM.from_pretrained(policy)
     ids = torch.tensor([data.traces[0]["prompt_ids"]])
