@@ -12,8 +12,8 @@ import hashlib
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -29,6 +29,7 @@ from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import parse_policies, price_grid
+from ospruner.eval.problems.sources import Loaded
 from ospruner.eval.replay import replay_full
 from ospruner.eval.report.pictures import draw_rounds
 from ospruner.eval.report.summary import write_report
@@ -202,7 +203,13 @@ def make(
             if wrong := examine(base, config.revision, fmt).wrong:
                 found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
                 raise ValueError(f"`ospruner doctor {base}` finds what is to mend: {found}")
-        run = _Making(folder, config, max_loss, problems, known, progress)
+        config = replace(config, out=str(folder / "labels"))
+        loaded = load_run_problems(config)
+        Random(config.seed).shuffle(loaded.problems)
+        loaded.problems.sort(key=lambda one: one.id not in known)
+        sizes = round_sizes(min(len(loaded.problems), problems or len(loaded.problems)))
+        more: dict[str, Any] = {"config": config, "loaded": loaded, "known": len(known)}
+        run = _Making(folder, sizes, max_loss, config.device, progress, **more)
         policy = run.go_on(tell, hours)
         _, validation = run.sides(run.best.problems)
         compared = compare(validation, [str(policy)], prices=(), **run.more)
@@ -211,39 +218,34 @@ def make(
         return Made(policy, run.rounds, promise, run.best.saved > 0, run.why, page)
 
 
+@dataclass
 class Rounds(ABC):
     """Labels in rounds: each trains a policy, calibrates it, and looks ahead.
 
-    What a round labels and how it trains is a subclass's: that of `make`, or of the demo. The
-    folder's `run.json` holds the rounds and the seconds that they took.
-
-    Args:
-        out: the folder.
-        sizes: problems that each round may have.
-        max_loss: the accuracy that may be lost, as a share.
-        progress: is told of phases.
-        device: where the base computes; None for the best there is.
+    What a round labels and how it trains is a subclass's: that of `make`, or of the demo.
 
     Attributes:
-        rounds: so far.
-        more: where the base computes and where its states are kept, as `compare` takes it.
+        out: the folder, whose `run.json` holds the rounds and the seconds that they took.
+        sizes: problems that each round may have.
+        max_loss: the accuracy that may be lost, as a share.
+        device: where the base computes; None for the best there is.
+        show: is told of phases.
         why: no further round is begun.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        sizes: Sequence[int],
-        max_loss: float,
-        progress: Progress,
-        device: str | None,
-    ) -> None:
-        record = record_of(out)
+    out: Path
+    sizes: Sequence[int]
+    max_loss: float
+    device: str | None
+    show: Progress
+    why: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        record = record_of(self.out)
         self.rounds = [Round(**one) for one in record.get("rounds", [])]
-        self.out, self.sizes, self.max_loss, self.why = out, sizes, max_loss, ""
-        states = str(out / "states")
-        self.more: dict[str, Any] = {"device": device, "states": states, "progress": self.progress}
-        self._looks, self._progress = looks_of(sizes, max_loss), progress
+        where = {"device": self.device, "states": str(self.out / "states")}
+        self.more: dict[str, Any] = {**where, "progress": self.progress}  # as `compare` takes it
+        self._looks = looks_of(self.sizes, self.max_loss)
         self._seconds = float(record.get("seconds", 0.0))
         self._since = self._noted = time.monotonic()
 
@@ -364,28 +366,16 @@ class Rounds(ABC):
         if time.monotonic() > self._noted + _NOTED_EVERY:
             self._hours()
             self._note()
-        self._progress(phase, done, total, note)
+        self.show(phase, done, total, note)
 
 
+@dataclass(kw_only=True)
 class _Making(Rounds):
     """The rounds of `make`: the problems of one data set, of which half are for the promise."""
 
-    def __init__(
-        self,
-        out: Path,
-        config: LabelConfig,
-        max_loss: float,
-        limit: int | None,
-        known: Collection[str],
-        progress: Progress,
-    ) -> None:
-        self.config, self.known = replace(config, out=str(out / "labels")), len(known)
-        self.loaded = load_run_problems(self.config)
-        problems = self.loaded.problems
-        Random(config.seed).shuffle(problems)
-        problems.sort(key=lambda one: one.id not in known)
-        sizes = round_sizes(min(len(problems), limit or len(problems)))
-        super().__init__(out, sizes, max_loss, progress, config.device)
+    config: LabelConfig
+    loaded: Loaded
+    known: int  # of the problems have labels already; they stand first
 
     def label(self, size: int) -> tuple[Labels, Labels]:
         """See `Rounds.label`."""

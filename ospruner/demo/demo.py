@@ -139,7 +139,8 @@ class _Demo(Rounds):
     """
 
     def __init__(self, out: Path, size: DemoSize, seed: int, progress: Progress) -> None:
-        super().__init__(out, [size.train + size.validation], size.max_loss, progress, "cpu")
+        sizes = [size.train + size.validation]
+        super().__init__(out, sizes, size.max_loss, "cpu", progress)
         self.size, self.seed = size, seed
         self.labels = {split: out / "labels" / split for split in SPLITS}
         seeds = range(seed, seed + size.seeds)
