@@ -22,11 +22,14 @@ from ospruner.eval.results import RESULTS_FILE, Results
 
 def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
     """What one seed's demo says of itself; it is run where it is not finished."""
-    if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
+    if (
+        not (folder / "side_by_side.json").is_file()
+        or not (folder / "report" / RESULTS_FILE).is_file()
+    ):
         command = [sys.executable, "-m", "ospruner.cli", "demo", "--out", str(folder)]
         command += ["--seed", str(seed), *([] if size == "standard" else [f"--{size}"])]
         subprocess.run(command, check=True)
-    about = Results.read(folder / RESULTS_FILE).about
+    about = Results.read(folder / "report" / RESULTS_FILE).about
     if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):
         raise SystemExit(f"{folder} holds a demo of another seed or size: choose another --out")
     return dict(about)

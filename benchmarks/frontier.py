@@ -30,8 +30,7 @@ from rich.console import Console
 
 from ospruner.comparing import Judged, compare
 from ospruner.demo import REASONER
-from ospruner.demo.demo import STATES, DemoSize, size_and_seed, train_config
-from ospruner.demo.jobs import Job, Workers
+from ospruner.demo.demo import DemoSize, size_and_seed, train_config
 from ospruner.eval.methods import (
     FRONTIER,
     METHOD_NAMES,
@@ -47,6 +46,7 @@ from ospruner.eval.table import FloatArray
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer
+from ospruner.workers import Job, Workers
 
 ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
@@ -60,7 +60,7 @@ def anneal(run: Path) -> None:
     """Trains the annealed policies of all seeds, side by side, unless they are there."""
     size, first = size_and_seed(run)
     seeds = range(first, first + size.seeds)
-    jobs: dict[str, Job[None]] = {
+    jobs: dict[str, Job] = {
         f"{name}, seed {seed}": partial(anneal_one, run, size, seed, name)
         for seed, name in itertools.product(seeds, reversed(ANNEALED_RUNS))
     }
@@ -141,7 +141,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     methods = [name for name in METHOD_NAMES if (seeds[0] / name).is_dir()]
     folders = [name for name in ANNEALED_RUNS if (seeds[0] / name).is_dir()]
     labels, base = run / "labels", str(REASONER)
-    test = Judged(str(labels / "test"), base, states=run / STATES)
+    test = Judged(str(labels / "test"), base, states=run / "states")
     ours = [use.path for seed in seeds for use in parse_policies([str(seed / "os-pruner")])]
     spreads = every_price_spreads(test, ours)
     if folders:
@@ -152,7 +152,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         str(labels / "test"),
         [*policies, "rules"],
         base=base,
-        states=run / STATES,
+        states=run / "states",
         choose_on=str(labels / "validation"),
         train=str(labels / "train"),
         rewards_at=prices,

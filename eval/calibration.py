@@ -52,6 +52,8 @@ class Calibration:
 
     Attributes:
         value: the boldest setting that keeps the promise; None where none does.
+        threshold: of a policy of every price, the stop probability from which on it stops at this
+            price; None for one half, or where it draws.
         loss: mean loss of accuracy over the calibration's problems at that setting; where none
             passed, at the most careful one.
         tokens_saved: share of the full traces' thinking tokens, at the same setting.
@@ -74,13 +76,15 @@ class Calibration:
     natural_accuracy: float | None
     enough: int | None = None
     efforts: dict[str, dict[str, Any]] | None = None
+    threshold: float | None = None
 
     def told(self, max_loss: float, confidence: float) -> str:
         """The finding in words."""
         goal = f"at most {100 * max_loss:g} points lost at {confidence:g} confidence"
         if self.value is not None:
+            at = "" if self.threshold is None else f"@{self.threshold:g}"
             return (
-                f"{self.value:g} keeps the promise of {goal}: on {self.problems:,} problems it "
+                f"{self.value:g}{at} keeps the promise of {goal}: on {self.problems:,} problems it "
                 f"loses {100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the "
                 f"thinking tokens ({self.test} test). {self._against()}"
             )
@@ -88,7 +92,7 @@ class Calibration:
             f"about {self.enough:,} such problems would do for the most careful setting"
             if self.enough
             else "more problems like these would not help: the most careful setting loses too "
-            "much; add more careful ones (--values)"
+            "much; add more careful ones (--values; 0@.95 is price 0 from probability .95 on)"
         )
         return (
             f"No setting keeps the promise of {goal} on {self.problems:,} problems ({self.test} "

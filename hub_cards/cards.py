@@ -131,7 +131,6 @@ def labels_card(
     base: Base,
     license: str | None,
     problems: str | None,
-    picture: str | None,
 ) -> DatasetCard:
     """The card of labels.
 
@@ -142,7 +141,6 @@ def labels_card(
         base: The model that wrote the traces.
         license: Of the data set, in the Hub's spelling.
         problems: Where the problems come from and under which licence, in a sentence.
-        picture: Name of a picture of their statistics in the repository.
     """
     manifests = {split: manifest for split, (_, manifest) in splits.items()}
     first = next(iter(manifests.values()))
@@ -173,7 +171,6 @@ def labels_card(
             for split, one in manifests.items()
         ],
         rows=_settings({key: one for key, one in said.items() if not isinstance(one, dict)}),
-        picture=picture,
         trace_columns=_columns(COLUMNS),
         prefix_columns=_columns(PREFIX_COLUMNS),
         problems=problems or "Where the problems come from was not stated.",

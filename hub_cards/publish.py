@@ -56,26 +56,13 @@ from .verify import ask_hub, one_line
 __all__ = ["Release", "publish", "send", "stage"]
 
 POLICY_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    PICTURE_FILE,
-    RESULTS_FILE,
+    *("config.json", "generation_config.json", "model.safetensors", PICTURE_FILE, RESULTS_FILE),
     # whatever tokenizers save
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-STATISTICS = "statistics.png"
-LABEL_FILES = ("data/*.parquet", "prefixes/*.parquet", MANIFEST, STATISTICS)
+LABEL_FILES = ("data/*.parquet", "prefixes/*.parquet", MANIFEST)
 SPLITS = ("train", "validation", "test")
 _FREE = {"seed": 0, "samples_per_problem": 1}  # splits of one data set need not share these
 
@@ -244,8 +231,7 @@ def _stage_labels(
         write_checked(out / prefix / MANIFEST, manifest)
         splits[split] = (prefix, manifests[split])
     if folder not in parts.values():
-        left_out += copy_files(folder, out, [STATISTICS])
-    pictures = [name for name in file_names(out) if name.endswith(STATISTICS)]
+        left_out += file_names(folder)
     write_record(parts[first], out, base, code=False)
     card = labels_card(
         splits,
@@ -253,7 +239,6 @@ def _stage_labels(
         base=base,
         license=release.license,
         problems=release.problems,
-        picture=pictures[0] if pictures else None,
     )
     card.save(out / CARD_FILE)
     sizes = seal(out)
@@ -342,13 +327,14 @@ def _find_base(
             that the Hub does not have, or one whose weights are not those of the local folder.
     """
     local = not is_hub_id(pinned)
-    if local and release.base is None and api is None:
-        said = f"the base is a local folder ({Path(pinned).name}), which nobody else could load"
-        return Base(Path(pinned).name, ""), [f"{said}: to publish, name it on the Hub with --base"]
     if local and release.base is None:
+        said = f"the base is a local folder ({Path(pinned).name}), which nobody else could load"
+        if api is None:
+            return Base(Path(pinned).name, ""), [
+                f"{said}: to publish, name it on the Hub with --base"
+            ]
         raise ValueError(
-            f"the base is a local folder ({Path(pinned).name}), which nobody else could load: say "
-            "which repository it is, --base org/name --base-revision COMMIT"
+            f"{said}: say which repository it is, --base org/name --base-revision COMMIT"
         )
     if not local and release.base not in (None, pinned):
         raise ValueError(
@@ -366,9 +352,8 @@ def _find_base(
     found = Base(name, str(info.sha), license if known else {})
     if Path(pinned).is_dir():
         _compare_weights(Path(pinned), found, api)
-    if asked is None:
-        return found, [f"base {name} is pinned at its present commit {found.revision}"]
-    return found, []
+    pinned_now = f"base {name} is pinned at its present commit {found.revision}"
+    return found, [] if asked else [pinned_now]
 
 
 def _compare_weights(folder: Path, base: Base, api: HfApi) -> None:

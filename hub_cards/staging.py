@@ -49,11 +49,16 @@ class Base:
     license: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"([0-9a-f]{40})?", self.revision):
+        if self.revision and not is_commit(self.revision):
             raise ValueError(
                 f"revision={self.revision!r} must be a commit's hash, 40 hexadecimal digits: a "
                 "branch or a tag may move"
             )
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit's hash, which never moves."""
+    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.modeling_ospruner import WEIGHTS
-from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_provenance
+from ospruner.provenance import PROVENANCE_FILE, check_place, file_hash, read_provenance
 
 from .cards import CARD_FILE, read_policy_config
 from .probes import largest_difference, load_policy, read_probes
-from .staging import Base, code_files, file_names
+from .staging import code_files, file_names, is_commit
 
 __all__ = ["Check", "ask_hub", "fetch", "one_line", "verify", "verify_folder"]
 
@@ -61,7 +61,8 @@ def verify(repo: str, revision: str | None = None) -> list[Check]:
         revision: Commit, branch or tag.
 
     Raises:
-        ValueError: There is no such policy, or it was not published by OS-Pruner.
+        FileNotFoundError, ValueError: There is no such policy, or it was not published by
+            OS-Pruner.
         ConnectionError: The Hub cannot be reached.
     """
     return verify_folder(fetch(repo, revision, HfApi()))
@@ -71,16 +72,13 @@ def fetch(repo: str, revision: str | None, api: HfApi) -> Path:
     """The files of a policy's repository; a folder is taken as it is.
 
     Raises:
-        ValueError: There is no such folder, and the Hub has no such repository or revision.
+        FileNotFoundError, ValueError: There is no such folder, and the Hub has no such repository
+            or revision.
         ConnectionError: The Hub cannot be reached.
     """
     if Path(repo).is_dir():
         return Path(repo)
-    if Path(repo).exists() or not is_hub_id(repo):
-        raise ValueError(
-            f"{repo!r} is no folder of a policy{' but a file' if Path(repo).exists() else ''}, and "
-            "no id on the Hub (owner/name) either: check the path"
-        )
+    check_place("policy", repo)
     commit = ask_hub(f"{repo}, which is no folder here,", repo, revision, api).sha
     return Path(snapshot_download(repo, revision=commit, endpoint=api.endpoint))
 
@@ -152,7 +150,8 @@ def verify_folder(
         f"files equal the hashes in {PROVENANCE_FILE}",
         ("is not in the record", "was changed"),
     )
-    pin = _check_pin(config.base_model_name_or_path, config.base_revision)
+    base, revision = config.base_model_name_or_path, config.base_revision
+    pin = Check("base is pinned by commit", is_commit(revision or ""), f"{base} at {revision}")
     return [code, files, pin, _check_probes(folder, load)]
 
 
@@ -172,15 +171,6 @@ def _compare(
     return Check(
         question, not faults, "; ".join(faults) + remark if faults else f"{len(both)} files"
     )
-
-
-def _check_pin(base: str, revision: str | None) -> Check:
-    question = "base is pinned by commit"
-    try:
-        Base(base, revision or "")
-    except ValueError as error:
-        return Check(question, False, f"{base}: {error}")
-    return Check(question, True, f"{base} at {revision}")
 
 
 def _check_probes(folder: Path, load: Callable[[Path], OSPrunerForCausalLM]) -> Check:

@@ -42,10 +42,20 @@ from ospruner.serving.requests import EFFORTS
 from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
-__all__ = ["PRICE_THRESHOLD", "SHARES", "calibrate", "tried"]
+__all__ = ["CAREFUL", "PRICE_THRESHOLD", "SHARES", "Value", "calibrate", "tried"]
 
 PRICE_THRESHOLD = 0.5
 """The stop probability at which a policy of every price is indifferent."""
+
+Value = float | tuple[float, float]
+"""What can be tried: a threshold of a policy of one price; of one of every price a price, at which
+it stops from `PRICE_THRESHOLD` on, or a price and another threshold."""
+
+Setting = tuple[float | None, float | None]
+"""Price, None of a policy of one price, and threshold, None where it draws."""
+
+CAREFUL: tuple[Value, ...] = tuple((0.0, threshold) for threshold in (0.95, 0.9, 0.8, 0.7, 0.6))
+"""More careful than every price."""
 
 SHARES = dict(zip(EFFORTS, (0.25, 0.5, 0.7, 0.85, 0.95, 1.0), strict=True))
 """Of the full traces' thinking tokens, what each effort may take."""
@@ -58,7 +68,7 @@ def calibrate(
     confidence: float = 0.95,
     *,
     mode: Literal["threshold", "sample"] = "threshold",
-    values: Sequence[float] | None = None,
+    values: Sequence[Value] | None = None,
     base: str | None = None,
     device: str | None = None,
     states: str | Path | None = None,
@@ -83,13 +93,13 @@ def calibrate(
         policy: its folder; where a setting passes, `config.json` and the card `README.md` say so.
             Or a rule without training, whose threshold is found and returned: `rules.Deer`, "deer",
             a function of a step's end.
-        labels: as for `compare`; the policy was trained on none of their problems, which are told
-            apart by their text.
+        labels: as for `compare`, or such as are judged already; the policy was trained on none of
+            their problems, which are told apart by their text.
         max_loss: the accuracy that may be lost, as a share, against the answers forced at the full
             traces' ends. The base's own answers there are told beside it.
         confidence: how surely not more is lost.
         mode: in which the policy is to stop.
-        values: to try, from careful to bold: thresholds falling, or prices rising. None:
+        values: to try, from careful to bold (`Value`): thresholds falling, or prices rising. None:
             `THRESHOLDS`, or 31 prices of the policy's range; a rule's must be given.
         base: the base, where it lies elsewhere than when it was labelled.
         device: on which it computes; None for the best.
@@ -119,7 +129,9 @@ def calibrate(
         return _of_rule(rule, values, labels, max_loss, confidence, mode)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
-    ours = Judged(labels, base, device=device, states=states, progress=progress)
+    ours = labels
+    if not isinstance(ours, Judged):
+        ours = Judged(labels, base, device=device, states=states, progress=progress)
     _refuse_labels(ours)
     known = use.config.prices
     if mode == "sample" and known is None:
@@ -128,28 +140,26 @@ def calibrate(
             "setting to calibrate: leave it out (a threshold is found), or train one of every "
             "price (ospruner train --head price)"
         )
-    if values is not None:
-        _refuse_order(values, known)
+    _settings(values, known, mode)  # refuses before anything is computed
     refuse_other_base(use, ours.settings)
     _refuse_own(folder, use, ours)
     table, outcomes = tried(ours, use, mode, values)
     salt = f"{file_hash(folder / WEIGHTS)}/{ours.labels.data_hash}"
-    found = boldest(table, outcomes, max_loss, confidence, salt=salt, looks=looks)
-    said = ours.predicted(use.path)
-
-    def settings(value: float) -> dict[str, Any]:
-        """What is stored of a value."""
-        threshold = _setting(said, known, mode, value)[1]
-        return {"mode": mode, "threshold": threshold, "price": None if known is None else value}
-
+    numbered = [(float(place), outcome) for place, (_, outcome) in enumerate(outcomes)]
+    found = boldest(table, numbered, max_loss, confidence, salt=salt, looks=looks)
     promise = None
     if found.value is not None:
-        chosen = _setting(said, known, mode, found.value)
+        price, threshold = kept = outcomes[int(found.value)][0]
+        said = ours.predicted(use.path)
+        chosen = said.probabilities(price), threshold
+        found = replace(found, value=threshold if price is None else price)
+        if price is not None and threshold not in (None, PRICE_THRESHOLD):
+            found = replace(found, threshold=threshold)
         facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
         promise = {name: vars(found)[name] for name in facts} | {
             "max_loss": max_loss,
             "confidence": confidence,
-            **settings(found.value),
+            **_stored(mode, kept),
             "data_hash": ours.labels.data_hash,
             "disagreement": _disagreement(
                 ours, table, stop_weights(table, *chosen), (1 - confidence) / 2 / len(outcomes)
@@ -160,40 +170,58 @@ def calibrate(
     for name in EFFORTS:
         most = shares[name] * full.mean_tokens
         careful = (one for one in outcomes if one[1].mean_tokens <= most)
-        value, outcome = next(careful, outcomes[-1])
+        setting, outcome = next(careful, outcomes[-1])
         share, loss = outcome.mean_tokens / full.mean_tokens, full.accuracy - outcome.accuracy
         measured = {"tokens": outcome.mean_tokens, "share": share, "loss": loss}
-        dial[name] = settings(value) | {key: round(one, 4) for key, one in measured.items()}
+        dial[name] = _stored(mode, setting) | {key: round(one, 4) for key, one in measured.items()}
     _store(folder, promise, dial)
     return replace(found, efforts=dial)
 
 
 def tried(
-    ours: Judged, use: PolicyUse, mode: str = "threshold", values: Sequence[float] | None = None
-) -> tuple[TraceTable, list[tuple[float, Outcome]]]:
+    ours: Judged, use: PolicyUse, mode: str = "threshold", values: Sequence[Value] | None = None
+) -> tuple[TraceTable, list[tuple[Setting, Outcome]]]:
     """What a policy does on labels at each setting that a calibration tries, from careful to bold.
 
     Mode and values are those of `calibrate`.
     """
-    known, said = use.config.prices, ours.predicted(use.path)
+    said, table = ours.predicted(use.path), TraceTable.from_dataset(ours.traces)
+    return table, [
+        ((price, threshold), replay(table, said.probabilities(price), threshold))
+        for price, threshold in _settings(values, use.config.prices, mode)
+    ]
+
+
+def _settings(values: Sequence[Value] | None, known: PriceRange | None, mode: str) -> list[Setting]:
+    """What values mean; raises ValueError where they do not stand from careful to bold."""
     if values is None:
         values = THRESHOLDS if known is None else price_grid(known)
-    table = TraceTable.from_dataset(ours.traces)
-    return table, [(one, replay(table, *_setting(said, known, mode, one))) for one in values]
-
-
-def _setting(
-    said: Predicted, known: PriceRange | None, mode: str, value: float
-) -> tuple[npt.NDArray[np.float32], float | None]:
-    """What `replay` takes for a value: stop probabilities, and the threshold or None."""
     if known is None:
-        return said.probabilities(), value
-    return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
+        what = "numbers in [0, 1] from careful (high) to bold (low)"
+        found: list[Setting] = [(None, one) for one in values if not isinstance(one, tuple)]
+        rises = [(0.0, -one) for _, one in found if one is not None and 0 <= one <= 1]
+    else:
+        what = "prices of a token from careful (low) to bold (high)"
+        pairs = [one if isinstance(one, tuple) else (one, PRICE_THRESHOLD) for one in values]
+        for price, _ in pairs:
+            known.check("calibrate", price)
+        draws = mode == "sample"
+        found = [(price, None if draws else threshold) for price, threshold in pairs]
+        rises = [(price, 0.0 if draws else -one) for price, one in pairs if 0 <= one <= 1]
+    ordered = all(one < other for one, other in pairwise(rises))
+    if not (rises and len(rises) == len(values) and ordered):
+        raise ValueError(f"values is {list(values)}; give {what}, each once")
+    return found
+
+
+def _stored(mode: str, setting: Setting) -> dict[str, Any]:
+    """A setting as the configuration holds it."""
+    return {"mode": mode, "threshold": setting[1], "price": setting[0]}
 
 
 def _of_rule(
     kind: StopRule | Family,
-    values: Sequence[float] | None,
+    values: Sequence[Value] | None,
     labels: Any,
     max_loss: float,
     confidence: float,
@@ -206,12 +234,14 @@ def _of_rule(
         raise ValueError(
             f"mode is {mode!r}; a rule such as {kind.name} does not draw: leave it out"
         )
-    if values is None:
+    numbers = [one for one in values or () if not isinstance(one, tuple)]
+    if values is None or len(numbers) < len(values):
         raise ValueError(f"{kind.name} is a rule: give values to try, from careful to bold")
     ours = Judged(labels)
     _refuse_labels(ours)
+    chosen = [kind(value) for value in numbers]
     found, table = measure(ours.split, kind), ours.split.table
-    outcomes = [(rule.threshold, found.outcome(table, rule)) for rule in map(kind, values)]
+    outcomes = [(rule.threshold, found.outcome(table, rule)) for rule in chosen]
     salt = f"{kind.name}/{ours.labels.data_hash}"
     return boldest(table, outcomes, max_loss, confidence, salt=salt)
 
@@ -254,22 +284,6 @@ def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
             f"under whatever id, such as {min(again)[:60]!r}: what it does there says nothing "
             "about new ones; label others (--set exclude=FILE leaves problems out)"
         )
-
-
-def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
-    if known is None:
-        what, rises = (
-            "numbers in [0, 1] from careful (high) to bold (low)",
-            [-one for one in values],
-        )
-        sound = all(0 <= one <= 1 for one in values)
-    else:
-        what, rises = "prices of a token from careful (low) to bold (high)", list(values)
-        sound = True
-        for value in values:
-            known.check("calibrate", value)
-    if not (sound and values and all(one < other for one, other in pairwise(rises))):
-        raise ValueError(f"values is {list(values)}; give {what}, each once")
 
 
 def _traffic(

@@ -196,7 +196,7 @@ def check_place(what: str, name: str) -> None:
         )
 
 
-def check_policy(path: str) -> None:
+def check_policy_place(path: str) -> None:
     """Refuses what is no policy's folder, before the Hub is asked; names the policies in it."""
     check_place("policy", path)
     if Path(path).is_dir() and not Path(path, "config.json").is_file():

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from ospruner.calibrating import calibrate, tried
+from modeling_ospruner import OSPrunerConfig
+from ospruner.calibrating import CAREFUL, Value, calibrate, tried
 from ospruner.comparing import Judged, compare
-from ospruner.demo.jobs import Job, Workers
 from ospruner.doctor.examination import examine
 from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
-from ospruner.eval.methods import parse_policies
+from ospruner.eval.compare import Report
+from ospruner.eval.methods import parse_policies, price_grid
+from ospruner.eval.problems.sources import Loaded
 from ospruner.eval.replay import replay_full
 from ospruner.eval.report.pictures import draw_rounds
 from ospruner.eval.report.summary import write_report
@@ -37,11 +40,12 @@ from ospruner.progress import Progress, silent
 from ospruner.train.config import StopConfig
 from ospruner.train.labels.folder import data_hash, read_labels, read_manifest
 from ospruner.train.labels.label import LabelConfig, load_run_problems, run_label
-from ospruner.train.labels.loading import Labels, load_labels, split_by_text
+from ospruner.train.labels.loading import Labels, LabelSource, load_labels, split_by_text
 from ospruner.train.run_folder import RUN, claimed, record_of
 from ospruner.train.trainer import StopTrainer
+from ospruner.workers import Job, Workers
 
-__all__ = ["Made", "Round", "make", "round_sizes", "worth_a_round"]
+__all__ = ["Made", "Round", "Rounds", "make", "round_sizes", "train_policy", "worth_a_round"]
 
 FIRST = 50
 """Problems of the first round."""
@@ -194,47 +198,103 @@ def make(
         if labels is not None and not (folder / "labels").exists():
             shutil.copytree(labels, folder / ".labels", dirs_exist_ok=True)
             (folder / ".labels").rename(folder / "labels")
-        run = _Run(folder, config, max_loss, problems, known, progress)
-        for one in run.rounds:
-            tell(one.told(max_loss))
-        while (size := run.next_size(hours)) is not None:
-            tell(run.round(size).told(max_loss))
-        return run.finished()
+        if not record_of(folder).get("rounds"):
+            fmt = None if config.format is None else named(config.format)
+            if wrong := examine(base, config.revision, fmt).wrong:
+                found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
+                raise ValueError(f"`ospruner doctor {base}` finds what is to mend: {found}")
+        config = replace(config, out=str(folder / "labels"))
+        loaded = load_run_problems(config)
+        Random(config.seed).shuffle(loaded.problems)
+        loaded.problems.sort(key=lambda one: one.id not in known)
+        sizes = round_sizes(min(len(loaded.problems), problems or len(loaded.problems)))
+        more: dict[str, Any] = {"config": config, "loaded": loaded, "known": len(known)}
+        run = _Making(folder, sizes, max_loss, config.device, progress, **more)
+        policy = run.go_on(tell, hours)
+        _, validation = run.sides(run.best.problems)
+        compared = compare(validation, [str(policy)], prices=(), **run.more)
+        page = run.finish(compared, name=policy.name, license={})
+        promise = run.best.promise or "Too few problems for a promise."
+        return Made(policy, run.rounds, promise, run.best.saved > 0, run.why, page)
 
 
-class _Run:
-    """A run of `make` in its folder, where `run.json` holds its rounds and its seconds."""
+@dataclass
+class Rounds(ABC):
+    """Labels in rounds: each trains a policy, calibrates it, and looks ahead.
 
-    def __init__(
-        self,
-        out: Path,
-        config: LabelConfig,
-        max_loss: float,
-        limit: int | None,
-        known: Collection[str],
-        progress: Progress,
-    ) -> None:
-        record = record_of(out)
+    What a round labels and how it trains is a subclass's: that of `make`, or of the demo.
+
+    Attributes:
+        out: the folder, whose `run.json` holds the rounds and the seconds that they took.
+        sizes: problems that each round may have.
+        max_loss: the accuracy that may be lost, as a share.
+        device: where the base computes; None for the best there is.
+        show: is told of phases.
+        why: no further round is begun.
+    """
+
+    out: Path
+    sizes: Sequence[int]
+    max_loss: float
+    device: str | None
+    show: Progress
+    why: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        record = record_of(self.out)
         self.rounds = [Round(**one) for one in record.get("rounds", [])]
+        where = {"device": self.device, "states": str(self.out / "states")}
+        self.more: dict[str, Any] = {**where, "progress": self.progress}  # as `compare` takes it
+        self._looks = looks_of(self.sizes, self.max_loss)
         self._seconds = float(record.get("seconds", 0.0))
         self._since = self._noted = time.monotonic()
-        self.out, self.max_loss, self._told = out, max_loss, progress
-        self.known = len(known)
-        self.config = replace(config, out=str(out / "labels"))
-        if not self.rounds:
-            fmt = None if config.format is None else named(config.format)
-            wrong = examine(config.base, config.revision, fmt).wrong
-            if wrong:
-                found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
-                raise ValueError(f"`ospruner doctor {config.base}` finds what is to mend: {found}")
-        self.loaded = load_run_problems(self.config)
-        Random(config.seed).shuffle(self.loaded.problems)
-        self.loaded.problems.sort(key=lambda one: one.id not in known)
-        self.sizes = round_sizes(min(len(self.loaded.problems), limit or len(self.loaded.problems)))
-        self.looks = looks_of(self.sizes, max_loss)
-        self.why = ""
 
-    def next_size(self, hours: float | None) -> int | None:
+    @abstractmethod
+    def label(self, size: int) -> tuple[Labels, Labels]:
+        """Labels up to so many problems: those to train on, and those for the promise."""
+
+    @abstractmethod
+    def train(self, size: int, training: Labels, validation: Labels) -> None:
+        """Trains the policy of a round, in `folder(size)`; what is trained already stays."""
+
+    def folder(self, size: int) -> Path:
+        """Of the policy of a round."""
+        return self.out / "rounds" / str(size)
+
+    @property
+    def best(self) -> Round:
+        """The round whose promise saves most, else the last one."""
+        return max(self.rounds, key=lambda one: (one.saved, one.problems))
+
+    def go_on(self, tell: Callable[[str], None], hours: float | None = None) -> Path:
+        """Begins rounds as long as they are worth their hours, and tells a line of each.
+
+        Returns:
+            The folder of the best round's policy, as it is to be used.
+        """
+        for one in self.rounds:
+            tell(one.told(self.max_loss))
+        while (size := self._next_size(hours)) is not None:
+            tell(self._round(size).told(self.max_loss))
+        policy, ignored = self.out / "policy", shutil.ignore_patterns("checkpoint-*", ".*")
+        shutil.rmtree(policy, ignore_errors=True)
+        return Path(shutil.copytree(self.folder(self.best.problems), policy, ignore=ignored))
+
+    def finish(self, compared: Report, *, name: str, license: Mapping[str, str]) -> Path:
+        """Writes the policy's card, the report page of a comparison, which it returns, the curve.
+
+        The card has this name and licence.
+        """
+        policy, report = self.out / "policy", self.out / "report"
+        shutil.rmtree(report, ignore_errors=True)
+        compared.save(report)
+        shutil.copyfile(report / PICTURE_FILE, policy / PICTURE_FILE)
+        policy_card(policy, name=name, license=license).save(policy / CARD_FILE)
+        title = f"Labels for a promise of {100 * self.max_loss:g} points"
+        draw_rounds([vars(one) for one in self.rounds], title).savefig(self.out / "curve.png")
+        return write_report(report)[0]
+
+    def _next_size(self, hours: float | None) -> int | None:
         """How many problems the next round has; None for no further one, and `why`."""
         if not self.rounds:
             return self.sizes[0]
@@ -249,41 +309,24 @@ class _Run:
             return self.sizes[len(self.rounds)]
         return None
 
-    def round(self, size: int) -> Round:
+    def _round(self, size: int) -> Round:
         """Labels up to so many problems, trains, calibrates, and looks ahead."""
-        kept = max(size, self.known)  # a run of labels keeps all that it has
-        chosen = replace(self.loaded, problems=self.loaded.problems[:kept])
-        job: Job[Any] = partial(run_label, self.config, loaded=chosen)
-        if self.config.engine_name() == "vllm":  # a GPU is free again when its process has ended
-            with Workers(1) as workers:
-                workers.run({"label": job}, self._progress)
-        else:
-            job(progress=self._progress)
-        training, validation = self._sides(size)
-        policy = self._policy(size)
-        config = StopConfig(
-            str(policy),
-            states=self._more["states"],
-            disable_tqdm=True,
-            seed=self.config.seed,
-            use_cpu=self.config.device == "cpu",
-            bf16=self.config.dtype == "bfloat16" or None,
-        )
-        StopTrainer(config, training, validation, progress=self._progress).train()
+        training, validation = self.label(size)
+        self.train(size, training, validation)
+        policy, ours = self.folder(size), Judged(validation, **self.more)
         saved, promise = 0.0, ""
-        if len(self.sizes) - len(self.rounds) <= self.looks:
+        if len(self.sizes) - len(self.rounds) <= self._looks:
             asked = (self.max_loss, CONFIDENCE)
-            found = calibrate(policy, validation, *asked, looks=self.looks, **self._more)
+            found = calibrate(policy, ours, *asked, values=_values(policy), looks=self._looks)
             saved = 0.0 if found.value is None else found.tokens_saved
             promise = found.told(*asked)
-        ours = Judged(validation, **self._more)
         lost, shares = _frontier(ours, policy)
-        n, level = len(lost[0]), (1 - CONFIDENCE) / self.looks
+        n, level = len(lost[0]), (1 - CONFIDENCE) / self._looks
         ahead = partial(forecast, max_loss=self.max_loss, level=level)
         expected, done, before = ahead(lost, shares, 2 * n), 0, 0.0
         if self.rounds:
             done, before = self.rounds[-1].problems, self.rounds[-1].hours
-            gained = ahead(lost, shares, n) - ahead(*_frontier(ours, self._policy(done)), n)
+            gained = ahead(lost, shares, n) - ahead(*_frontier(ours, self.folder(done)), n)
             expected += max(0.0, gained) / 2
         fits = [
             saves for one, saves in zip(lost, shares, strict=True) if one.mean() <= self.max_loss
@@ -307,45 +350,6 @@ class _Run:
             shutil.rmtree(checkpoint)
         return self.rounds[-1]
 
-    def finished(self) -> Made:
-        """The policy whose promise saves most, else the last one, with its card and a report."""
-        best = max(self.rounds, key=lambda one: (one.saved, one.problems))
-        policy, report = self.out / "policy", self.out / "report"
-        ignored = shutil.ignore_patterns("checkpoint-*", ".*")
-        shutil.rmtree(policy, ignore_errors=True)
-        shutil.copytree(self._policy(best.problems), policy, ignore=ignored)
-        _, validation = self._sides(best.problems)
-        compared = compare(validation, [str(policy)], prices=(), **self._more)
-        shutil.rmtree(report, ignore_errors=True)
-        compared.save(report)
-        compared.plot(policy / PICTURE_FILE)
-        policy_card(policy, name=policy.name, license={}).save(policy / CARD_FILE)
-        title = f"Labels for a promise of {100 * self.max_loss:g} points"
-        draw_rounds([vars(one) for one in self.rounds], title).savefig(self.out / "curve.png")
-        page = write_report(report)[0]
-        promise = best.promise or "Too few problems for a promise."
-        return Made(policy, self.rounds, promise, best.saved > 0, self.why, page)
-
-    @property
-    def _more(self) -> dict[str, Any]:
-        """Where the base computes, and where its states are kept for the next round."""
-        named_by = {"device": self.config.device, "states": str(self.out / "states")}
-        return {**named_by, "progress": self._progress}
-
-    def _policy(self, size: int) -> Path:
-        return self.out / "rounds" / str(size)
-
-    def _sides(self, size: int) -> tuple[Labels, Labels]:
-        """The labels to train on, and those for the promise, of a round of so many problems."""
-        labels, chosen = load_labels(self.config.out), self.loaded.problems[:size]
-        ids, known = {one.id for one in chosen}, labels.traces["problem_id"]
-        rows = [row for row, name in enumerate(known) if name in ids]
-        if len(rows) < len(known):
-            of_round = hashlib.sha256(f"{labels.data_hash}/{size}".encode()).hexdigest()
-            labels = replace(labels, traces=labels.traces.select(rows), data_hash=of_round)
-        sides = split_by_text(labels, _SHARES)
-        return sides["train"], sides["validation"]
-
     def _hours(self) -> float:
         now = time.monotonic()
         self._seconds, self._since = self._seconds + now - self._since, now
@@ -357,17 +361,73 @@ class _Run:
         record = {**record_of(self.out), "rounds": rounds, "seconds": self._seconds}
         write_checked(self.out / RUN, record)
 
-    def _progress(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """Tells it, and keeps the hours of a round that may be killed."""
+    def progress(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """A `Progress` that keeps the hours of a round that may be killed."""
         if time.monotonic() > self._noted + _NOTED_EVERY:
             self._hours()
             self._note()
-        self._told(phase, done, total, note)
+        self.show(phase, done, total, note)
+
+
+@dataclass(kw_only=True)
+class _Making(Rounds):
+    """The rounds of `make`: the problems of one data set, of which half are for the promise."""
+
+    config: LabelConfig
+    loaded: Loaded
+    known: int  # of the problems have labels already; they stand first
+
+    def label(self, size: int) -> tuple[Labels, Labels]:
+        """See `Rounds.label`."""
+        kept = max(size, self.known)  # a run of labels keeps all that it has
+        chosen = replace(self.loaded, problems=self.loaded.problems[:kept])
+        job: Job = partial(run_label, self.config, loaded=chosen)
+        if self.config.engine_name() == "vllm":  # a GPU is free again when its process has ended
+            with Workers(1) as workers:
+                workers.run({"label": job}, self.progress)
+        else:
+            job(progress=self.progress)
+        return self.sides(size)
+
+    def sides(self, size: int) -> tuple[Labels, Labels]:
+        """The labels of a round of so many problems, as `label` returns them."""
+        labels, chosen = load_labels(self.config.out), self.loaded.problems[:size]
+        ids, known = {one.id for one in chosen}, labels.traces["problem_id"]
+        rows = [row for row, name in enumerate(known) if name in ids]
+        if len(rows) < len(known):
+            of_round = hashlib.sha256(f"{labels.data_hash}/{size}".encode()).hexdigest()
+            labels = replace(labels, traces=labels.traces.select(rows), data_hash=of_round)
+        sides = split_by_text(labels, _SHARES)
+        return sides["train"], sides["validation"]
+
+    def train(self, size: int, training: Labels, validation: Labels) -> None:
+        """See `Rounds.train`."""
+        config = StopConfig(
+            str(self.folder(size)),
+            states=self.more["states"],
+            disable_tqdm=True,
+            seed=self.config.seed,
+            use_cpu=self.config.device == "cpu",
+            bf16=self.config.dtype == "bfloat16" or None,
+        )
+        train_policy(config, training, validation, progress=self.progress)
+
+
+def train_policy(config: StopConfig, *labels: LabelSource, progress: Progress) -> None:
+    """A job: trains what is configured on labels, with others to validate on."""
+    StopTrainer(config, *labels, progress=progress).train()
+
+
+def _values(policy: Path) -> list[Value]:
+    """What a round tries: a policy may lose too much at price 0, and keep a promise before it."""
+    prices = OSPrunerConfig.from_pretrained(policy).prices
+    assert prices is not None  # the head that is trained by default
+    return [*CAREFUL, *price_grid(prices)]
 
 
 def _frontier(ours: Judged, policy: Path) -> tuple[list[FloatArray], FloatArray]:
     """Losses (P,) of the problems at each of J settings, and shares of tokens saved (J,)."""
-    table, outcomes = tried(ours, parse_policies([str(policy)])[0])
+    table, outcomes = tried(ours, parse_policies([str(policy)])[0], values=_values(policy))
     full = replay_full(table).mean_tokens
     saved = np.array([1 - one.mean_tokens / full for _, one in outcomes])
     return [losses(table, one) for _, one in outcomes], saved

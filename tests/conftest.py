@@ -249,7 +249,7 @@ def reasoner() -> Reasoner:
 
 @dataclass(frozen=True)
 class DemoRun:
-    """A quick demo that was killed when training had begun, and then run to its end.
+    """A tiny demo that was killed when training had begun, and then run to its end.
 
     Attributes:
         folder: Of the run.
@@ -262,21 +262,31 @@ class DemoRun:
     shards: dict[Path, bytes]
 
 
+TINY_DEMO = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from ospruner.demo.demo import DemoSize, run_demo
+size = DemoSize("tiny", 120, 80, 40, seeds=1, epochs=24, max_loss=0.2)
+run_demo(Path(sys.argv[1]), size, 0, Console(width=80))
+"""
+
+
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
-    """`ospruner demo --quick`, once for all tests of all of pytest-xdist's workers."""
+    """A demo, once for all tests of all of pytest-xdist's workers."""
     root = tmp_path_factory.getbasetemp()
     root = root if _OWNS_HF_HOME else root.parent  # what the workers share
     kept = root / "demo.pickle"
     with FileLock(root / "demo.lock"):
         if not kept.is_file():
-            kept.write_bytes(pickle.dumps(_run_demo(root / "runs" / "demo-quick")))
+            kept.write_bytes(pickle.dumps(_run_demo(root / "demo")))
     run: DemoRun = pickle.loads(kept.read_bytes())
     return run
 
 
 def _run_demo(out: Path) -> DemoRun:
-    command = [sys.executable, "-m", "ospruner.cli", "demo", "--quick", "--out", str(out)]
+    command = [sys.executable, "-c", TINY_DEMO, str(out)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, **quiet)
     while not list(out.glob("policies/*/os-pruner/checkpoint-*")) and first.poll() is None:
@@ -285,8 +295,6 @@ def _run_demo(out: Path) -> DemoRun:
     first.kill()
     first.wait()
     shards = {path: path.read_bytes() for path in (out / "labels").glob("*/data/*.parquet")}
-    done = subprocess.run(
-        command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return DemoRun(out, done.stdout + done.stderr, shards)

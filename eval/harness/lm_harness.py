@@ -32,7 +32,7 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.engines.interface import end_ids
 from ospruner.engines.opening import device_named
 from ospruner.formats import follow
-from ospruner.provenance import check_policy
+from ospruner.provenance import check_policy_place
 
 LOGGED = "ospruner"
 """Under it stands, in a sample's logged arguments, why and when thinking ended; in the results'
@@ -79,7 +79,7 @@ class OSPrunerLM(HFLM):
         if settings and not stop_policy:
             raise ValueError(f"stop_policy is False, so that {sorted(settings)} would do nothing")
         self.settings = StopPolicyConfig.of(settings) if stop_policy else None
-        check_policy(policy)
+        check_policy_place(policy)
         pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
         model: Any = OSPrunerForCausalLM.from_pretrained(policy, dtype=dtype or "auto", **pinned)
         if self.settings is not None:  # what the policy does not promise is refused at once

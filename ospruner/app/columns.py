@@ -6,14 +6,11 @@ grows.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +22,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopRecord
+from ospruner.eval.problems.problem import Problem, user_message
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
@@ -148,15 +147,16 @@ class LocalSource:
         Raises:
             ValueError: The question is too long for the base, or a setting is out of range.
         """
-        arguments: dict[str, Any] = self._prompt(question)
-        written = _Written(self.model, arguments["input_ids"].shape[1])
-        arguments |= {"do_sample": False, "stop_policy": False}
-        arguments |= {"max_new_tokens": question.max_tokens}
-        arguments |= {"stopping_criteria": StoppingCriteriaList([written])}
+        ids = self._prompt_ids(question)
+        self._running = written = _Written(self.model, ids.shape[1])
+        arguments: dict[str, Any] = {
+            **{"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            **{"do_sample": False, "stop_policy": False, "max_new_tokens": question.max_tokens},
+            "stopping_criteria": StoppingCriteriaList([written]),
+        }
         if question.temperature > 0:
             arguments |= {"do_sample": True, "temperature": question.temperature}
             arguments |= {"top_p": 0.95, "top_k": 0}
-        self._running = written
         if pruned:
             arguments["stop_policy"] = {"seed": question.seed, **question.stop_policy}
             arguments["on_step"] = written.on_step
@@ -180,26 +180,19 @@ class LocalSource:
         if self._running is not None:
             self._running.answers = True
 
-    def _prompt(self, question: Question) -> dict[str, torch.Tensor]:
-        """The prompt's ids and mask, (1, S)."""
-        instruction = self.model.token_format.format.user_instruction
-        content = f"{question.text}\n\n{instruction}".rstrip()
-        assert self.model.tokenizer is not None  # a saved policy has one
-        inputs: Any = self.model.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        width = inputs["input_ids"].shape[1]
-        if self.positions is not None and width + question.max_tokens > self.positions:
+    def _prompt_ids(self, question: Question) -> torch.Tensor:
+        """The prompt's ids, (1, S)."""
+        fmt, tokenizer = self.model.token_format, self.model.tokenizer
+        assert tokenizer is not None  # a saved policy has one
+        asked = user_message(Problem("", question.text, ""), fmt.format)
+        ids = prompt_token_ids("asked here", asked, tokenizer, fmt)
+        if self.positions is not None and len(ids) + question.max_tokens > self.positions:
             raise ValueError(
-                f"The question is {width} tokens long with its prompt, and {question.max_tokens} "
-                f"are kept for thinking and answer; the base takes {self.positions} in all. "
-                "Shorten the question, or lower “Most tokens”."
+                f"The question is {len(ids)} tokens long with its prompt, and "
+                f"{question.max_tokens} are kept for thinking and answer; the base takes "
+                f"{self.positions} in all. Shorten the question, or lower “Most tokens”."
             )
-        device = self.model.device
-        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+        return torch.tensor([ids], device=self.model.device)
 
 
 class _Written(StoppingCriteria):
@@ -284,6 +277,7 @@ class ServedSource:
         self.url = url.rstrip("/").removesuffix("/v1")
         openai = needed("openai", "asking a server", "pip install 'ospruner[app]'")
         self._error: type[Exception] = openai.OpenAIError
+        self._refused: type[Exception] = openai.APIStatusError
         self._client: Any = openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
         )
@@ -332,8 +326,7 @@ class ServedSource:
                         _paragraphs(pieces, record), answer.strip(), tokens, now - began
                     )
         except self._error as error:
-            status = vars(error).get("status_code")
-            if status is None or status >= 500:
+            if not isinstance(error, self._refused) or vars(error)["status_code"] >= 500:
                 raise ConnectionError(self._gone(error)) from error
             raise ValueError(
                 f"The server refuses the question ({error}). Change what it names, or shorten the "
@@ -346,7 +339,7 @@ class ServedSource:
 
     def answer_now(self) -> None:
         """See `Source.answer_now`."""
-        self._told(f"answer/{self._asked}", "POST")
+        self._told(f"answer/{self._asked}", self._client.post)
 
     def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
         return self._client.chat.completions.create(
@@ -362,17 +355,17 @@ class ServedSource:
             extra_body={"vllm_xargs": extra, "return_token_ids": True},
         )
 
-    def _told(self, what: str, method: str = "GET") -> dict[str, Any] | None:
+    def _told(self, what: str, ask: Callable[..., Any] | None = None) -> dict[str, Any] | None:
         """What the server says of a request, or of its policy; None where it knows nothing."""
         try:
-            asked = urllib.request.Request(f"{self.url}/ospruner/{what}", method=method)
-            with urllib.request.urlopen(asked, timeout=10) as answer:
-                told: dict[str, Any] = json.load(answer)
-                return told
-        except urllib.error.HTTPError:
+            told: dict[str, Any] = (ask or self._client.get)(
+                f"{self.url}/ospruner/{what}", cast_to=object
+            )
+        except self._refused:
             return None
-        except OSError as error:
+        except self._error as error:
             raise ConnectionError(self._gone(error)) from error
+        return told
 
     def _gone(self, error: Exception) -> str:
         return (

@@ -16,7 +16,7 @@ import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.optional import needed
-from ospruner.provenance import check_policy
+from ospruner.provenance import check_policy_place
 
 from .columns import AppColumn, LocalSource, Question, ServedSource, Source, columns_html
 
@@ -53,7 +53,7 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
         )
     if policy is None:
         return ServedSource(str(url))
-    check_policy(policy)
+    check_policy_place(policy)
     hub: dict[str, Any] = {"revision": revision} if revision else {}
     if torch.accelerator.is_available():  # transformers spreads the base over them
         hub["device_map"] = "auto"

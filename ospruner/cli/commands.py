@@ -331,7 +331,7 @@ def calibrate(
 
     said = {"confidence": 0.95, "mode": "threshold", **fields_of(context, CALIBRATING)}
     values, efforts = said.pop("values", None), said.pop("efforts", None)
-    tried = tuple(_number(text) for text in values.split(",")) if values else None
+    tried = tuple(map(_value, values.split(","))) if values else None
     said["efforts"] = None if efforts is None else _by_effort(efforts)
     with _bars("calibrate") as bars:
         found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
@@ -537,6 +537,12 @@ def _number(text: str, option: str = "--values", example: str = ".9,.8,.7") -> f
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{option}: {text!r} is no number; write {example}") from None
+
+
+def _value(text: str) -> float | tuple[float, float]:
+    """A threshold or a price, or 0@.95: a price and a threshold."""
+    first, at, threshold = text.partition("@")
+    return (_number(first), _number(threshold)) if at else _number(first)
 
 
 def _by_effort(text: str) -> dict[str, float]:

@@ -50,7 +50,9 @@ class Calibrating:
 
     confidence: float = _opt("Chance that no more is lost, at least.", 0.95)
     mode: str = _opt("threshold, or sample: the policy draws its stops.", "threshold")
-    values: str | None = _opt("Thresholds, prices, or a rule's, from careful to bold: .9,.8,.7")
+    values: str | None = _opt(
+        "Thresholds, prices (0@.9: and a threshold), a rule's; from careful to bold: .9,.8,.7"
+    )
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
     states: str | None = _opt(_STATES)

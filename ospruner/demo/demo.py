@@ -1,7 +1,8 @@
 """`ospruner demo`: the whole job on the embedded reasoner, from sampling to pruned generation.
 
-Its stages are the functions that the single commands call: `ospruner.label`, `StopTrainer`,
-`ospruner.calibrate`, `ospruner.compare`; then a fresh process loads the policy and generates.
+It is a run of `ospruner.make`'s stages (`rounds.Rounds`) with one round of all its toy problems;
+then come what only the demo has: two baselines, test problems that are looked at once, the claims,
+and a fresh process that loads the policy and generates.
 """
 
 from __future__ import annotations
@@ -19,41 +20,42 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 import ospruner
+from modeling_ospruner import OSPrunerConfig
+from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math
 from ospruner.eval.report.summary import results_table
-from ospruner.eval.results import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results, main_rows
 from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
 from ospruner.hub_cards.staging import write_json
 from ospruner.progress import PhaseBars, Progress
 from ospruner.provenance import hash_files, read_object, read_provenance
+from ospruner.rounds import Rounds, train_policy
 from ospruner.train.config import StopConfig
-from ospruner.train.labels.loading import load_labels
+from ospruner.train.labels.loading import Labels, load_labels
 from ospruner.train.run_folder import claimed, record_of
-from ospruner.train.trainer import StopTrainer
+from ospruner.workers import Job, Workers
 
 from . import REASONER
-from .jobs import Job, Workers
 from .problems import Split
 from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, write_split
 
 METHODS = ("os-pruner", "probe", "convergence")
 SPLITS: tuple[Split, ...] = ("train", "test", "validation")  # the longest first
 PRICES = [5e-5, 1e-2]
-STATES = "states"
-"""Folder of what the base computes on the labels, kept while the demo runs."""
-CONFIDENCE = 0.95
+LABELLING: dict[str, Any] = {
+    **{"engine": "transformers", "device": "cpu", "batch_size": 256, "chunk": 512},
+    **{"max_thinking_tokens": MAX_THINKING_TOKENS, "max_answer_tokens": MAX_ANSWER_TOKENS},
+}
 SHOWN_EVERY = 6  # of the frontier's 31 prices, in the printed table
 MIN_SAVED = 0.25
 MIN_PROBLEMS = 300
@@ -96,10 +98,7 @@ FULL = DemoSize("full", 12000, 1500, 6000, seeds=3, epochs=8, max_loss=0.02)
 def run_demo(
     out: Path, size: DemoSize, seed: int, console: Console, json_file: Path | None = None
 ) -> Results:
-    """Label, train, calibrate, compare, load in a fresh process, generate.
-
-    Jobs run side by side, one a core and at least one a split: three at once on two cores end
-    sooner than two and then one. The numbers do not depend on it.
+    """Label, train, promise, compare, load in a fresh process, generate.
 
     Args:
         out: Folder of the run; a stopped run continues, one of other settings is refused.
@@ -115,86 +114,86 @@ def run_demo(
     disable_progress_bar()  # transformers' own bars would break into ours
     reasoner = hash_files(sorted(path for path in REASONER.iterdir() if path.is_file()))
     with claimed(out, {"size": vars(size), "seed": seed, "reasoner": reasoner}):
-        results = _run(out, size, seed, console)
-    for path in (out / RESULTS_FILE, json_file):
-        if path is not None:
-            results.save(path)
+        with PhaseBars(console) as bars:
+            run = _Demo(out, size, seed, bars)
+            with run.workers:
+                policy = run.go_on(partial(console.print, highlight=False))
+            report, promise = run.compared(policy)
+        page = run.finish(report, name="OS-Pruner demo policy", license={"license": "apache-2.0"})
+        _print(report.results, promise, console)
+        generate_side_by_side(out, seed, report.results, console)
+        shutil.rmtree(run.more["states"], ignore_errors=True)
+    if json_file is not None:
+        report.results.save(json_file)
     minutes = (time.monotonic() - started) / 60
-    said = f"Policy: {out / 'policy'}; numbers: {out / RESULTS_FILE}; picture: {out / PICTURE_FILE}"
+    said = f"Policy: {policy}; numbers: {out / 'report' / RESULTS_FILE}; page: {page}"
     console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
-    return results
+    return report.results
 
 
-def _run(out: Path, size: DemoSize, seed: int, console: Console) -> Results:
-    for split in SPLITS:
-        write_split(out, split, vars(size)[split], seed)
-    configs = {
-        f"{method}, seed {number}": train_config(out, size, number, method)
-        for method in METHODS
-        for number in range(seed, seed + size.seeds)
-    }
-    labelling: dict[str, Job[None]] = {
-        split: partial(label_split, out, split, seed) for split in SPLITS
-    }
-    training = {name: partial(train_one, out, config) for name, config in configs.items()}
-    with Workers(max(os.cpu_count() or 1, len(SPLITS))) as workers, PhaseBars(console) as bars:
-        workers.run(labelling, bars)
-        workers.run(training, bars)
-    folders = [str(config.output_dir) for config in configs.values()]
-    policy, states = out / "policy", out / STATES
-    ignored = shutil.ignore_patterns("checkpoint-*", ".*")
-    shutil.copytree(folders[0], policy, dirs_exist_ok=True, ignore=ignored)
-    test, validation = (str(out / "labels" / split) for split in ("test", "validation"))
-    named: Any = {"model": "embedded reasoner", "benchmark": "test problems", "states": states}
-    with PhaseBars(console, "compare") as bars:
-        found = ospruner.calibrate(
-            policy, validation, size.max_loss, CONFIDENCE, states=states, progress=bars
-        )
-        report = ospruner.compare(test, folders, choose_on=validation, progress=bars, **named)
+class _Demo(Rounds):
+    """One round of all problems; the test's labels and the baselines are made beside its own.
+
+    Jobs run side by side, one a core and at least one a split: three at once on two cores end
+    sooner than two and then one. The numbers do not depend on it.
+    """
+
+    def __init__(self, out: Path, size: DemoSize, seed: int, progress: Progress) -> None:
+        sizes = [size.train + size.validation]
+        super().__init__(out, sizes, size.max_loss, "cpu", progress)
+        self.size, self.seed = size, seed
+        self.labels = {split: out / "labels" / split for split in SPLITS}
+        seeds = range(seed, seed + size.seeds)
+        self.configs = [train_config(out, size, one, name) for name in METHODS for one in seeds]
+        self.folders = [str(one.output_dir) for one in self.configs]
+        self.workers = Workers(max(os.cpu_count() or 1, len(SPLITS)), "ospruner.rounds")
+
+    def folder(self, size: int) -> Path:
+        """See `Rounds.folder`."""
+        return Path(self.folders[0])
+
+    def label(self, size: int) -> tuple[Labels, Labels]:
+        """See `Rounds.label`; the toy problems have sides of their own."""
+        jobs: dict[str, Job] = {}
+        for split, out in self.labels.items():
+            problems = write_split(self.out, split, vars(self.size)[split], self.seed)
+            more = {"out": out, "seed": self.seed, **LABELLING}
+            jobs[split] = partial(ospruner.label, REASONER, problems, **more)
+        self.workers.run(jobs, self.progress)
+        return load_labels(self.labels["train"]), load_labels(self.labels["validation"])
+
+    def train(self, size: int, training: Labels, validation: Labels) -> None:
+        """See `Rounds.train`."""
+        sides = self.labels["train"], self.labels["validation"]
+        trained = {f"{one.method}, seed {one.seed}": one for one in self.configs}
+        jobs = {name: partial(train_policy, one, *sides) for name, one in trained.items()}
+        self.workers.run(jobs, self.progress)
+
+    def compared(self, policy: Path) -> tuple[Report, pd.DataFrame | None]:
+        """All that was trained on the test problems, and there the setting that is promised.
+
+        The price that validation chose, over all seeds, becomes the default of `policy`.
+        """
+        test = self.labels["test"]
+        named: Any = {"model": "embedded reasoner", "benchmark": "test problems", **self.more}
+        report = ospruner.compare(test, self.folders, choose_on=self.labels["validation"], **named)
         promise = None
-        if found.value is not None:
-            kept = ospruner.compare(test, [f"{policy}@.5"], prices=[found.value], **named)
-            promise = kept.results.rules[1:2]
-    # The price that validation chose, over all seeds, is the policy's default.
-    values = read_object(policy / "config.json")
-    write_json(
-        policy / "config.json", values | {"price": float(_chosen(report.results)["parameter"])}
-    )
-    record = dataclasses.asdict(read_provenance(policy))
-    run = {name: record[name] for name in MADE_BY} | {"seed": seed, "settings": vars(size)}
-    about = {
-        **report.results.about,
-        "run": run,
-        "promise": found.told(size.max_loss, CONFIDENCE),
-        "claims": claims(report.results, promise, size.max_loss),
-    }
-    results = dataclasses.replace(report.results, about=about)
-    report.plot(out / PICTURE_FILE)
-    shutil.copyfile(out / PICTURE_FILE, policy / PICTURE_FILE)
-    results.save(policy / RESULTS_FILE)
-    name, license = "OS-Pruner demo policy", {"license": "apache-2.0"}
-    policy_card(policy, name=name, license=license).save(policy / CARD_FILE)
-    _print(results, promise, console)
-    generate_side_by_side(policy, out, seed, results, console)
-    shutil.rmtree(out / STATES, ignore_errors=True)
-    return results
-
-
-def label_split(out: Path, split: Split, seed: int, *, progress: Progress) -> None:
-    """A job: labels a split's problems."""
-    ospruner.label(
-        str(REASONER),
-        str(out / f"{split}.jsonl"),
-        out=out / "labels" / split,
-        engine="transformers",
-        max_thinking_tokens=MAX_THINKING_TOKENS,
-        max_answer_tokens=MAX_ANSWER_TOKENS,
-        batch_size=256,
-        chunk=512,
-        seed=seed,
-        device="cpu",
-        progress=progress,
-    )
+        for one in OSPrunerConfig.from_pretrained(policy).calibrations or ():
+            use, at = f"{policy}@{one['threshold']}", [one["price"]]
+            promise = ospruner.compare(test, [use], prices=at, **named).results.rules[1:2]
+        price = {"price": float(_chosen(report.results)["parameter"])}
+        write_json(policy / "config.json", read_object(policy / "config.json") | price)
+        made = vars(read_provenance(policy))
+        run = {name: made[name] for name in MADE_BY} | {"seed": self.seed}
+        about = {
+            **report.results.about,
+            "run": run | {"settings": vars(self.size)},
+            "promise": self.best.promise,
+            "claims": claims(report.results, promise, self.max_loss),
+        }
+        results = dataclasses.replace(report.results, about=about)
+        results.save(policy / RESULTS_FILE)
+        return dataclasses.replace(report, results=results), promise
 
 
 def train_config(out: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:
@@ -207,17 +206,11 @@ def train_config(out: Path, size: DemoSize, seed: int, method: str = "os-pruner"
         num_train_epochs=size.epochs,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        states=str(out / STATES),
+        states=str(out / "states"),
         disable_tqdm=True,
         use_cpu=True,
         **own,
     )
-
-
-def train_one(out: Path, config: StopConfig, *, progress: Progress) -> None:
-    """A job: one training run on the demo's labels."""
-    labels = (str(out / "labels" / split) for split in ("train", "validation"))
-    StopTrainer(config, *labels, progress=progress).train()
 
 
 def size_and_seed(out: Path) -> tuple[DemoSize, int]:
@@ -247,7 +240,8 @@ def claims(results: Results, promise: pd.DataFrame | None, max_loss: float) -> l
         ]
     if enough:
         ours = _chosen(results)["aes"]
-        rivals = pd.concat([_others_chosen(results), results.limits[:1]])  # the best fixed budget
+        others = main_rows(rules[rules["method"] != EVERY_PRICE])[1:]
+        rivals = pd.concat([others, results.limits[:1]])  # the best fixed budget
         for rival, aes in zip(rivals["method"], rivals["aes"], strict=True):
             told.append((f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}"))
     return [{"claim": c, "holds": bool(holds), "numbers": said} for c, holds, said in told]
@@ -259,22 +253,15 @@ def _chosen(results: Results) -> pd.Series:
     return results.rules.loc[results.chosen]
 
 
-def _others_chosen(results: Results) -> pd.DataFrame:
-    """Each baseline at the threshold that validation chose."""
-    rules = results.rules
-    return rules[rules["chosen"].astype(bool) & (rules["method"] != EVERY_PRICE)]
-
-
 def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> None:
     rules, ours = results.rules, _chosen(results)
-    frontier = rules[rules["method"] == EVERY_PRICE]
-    some = frontier[(np.arange(len(frontier)) % SHOWN_EVERY == 0) | frontier["chosen"]]
-    rows = [rules[:1], some, _others_chosen(results)]
+    frontier = rules.index[rules["method"] == EVERY_PRICE]
+    shown = rules.loc[main_rows(rules).index.union(frontier[::SHOWN_EVERY])]
     if promise is not None:
-        rows.append(promise.assign(method=f"{EVERY_PRICE} (promise)"))
+        promise = promise.assign(method=f"{EVERY_PRICE} (promise)")
     title = f"{results.dataset}: {results.setting}"
     console.print()
-    console.print(results_table(pd.concat([*rows, results.limits]), title))
+    console.print(results_table(pd.concat([shown, promise, results.limits]), title))
     console.print(
         f"One policy knows all {len(frontier)} prices of a token; the table shows some, the "
         f"picture and the file all. Its default is {ours['setting']}, chosen as each baseline's "
@@ -289,9 +276,7 @@ def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> 
         console.print(f"{count} test problems are too few to claim more: leave --quick out.")
 
 
-def generate_side_by_side(
-    policy: Path, out: Path, seed: int, results: Results, console: Console
-) -> None:
+def generate_side_by_side(out: Path, seed: int, results: Results, console: Console) -> None:
     """Generates three test problems with the policy off and on, in a fresh process.
 
     They are drawn at random from the families of which the reasoner mostly gets the answer right;
@@ -305,13 +290,15 @@ def generate_side_by_side(
     right = pd.Series(table.full_correct).groupby(table.families).mean()
     problems = [one for one in map(json.loads, lines) if right[one["family"]] >= MOSTLY]
     drawn = Random(f"side by side/{seed}").sample(problems, 3)
-    contents = [f"{one['problem']}\n\n{DEEPSEEK_R1.user_instruction}" for one in drawn]
-    request = {"contents": contents, "seed": seed}
-    request["max_new_tokens"] = MAX_THINKING_TOKENS + MAX_ANSWER_TOKENS
-    asked, answered = out / "side_by_side.request.json", out / "side_by_side.json"
-    asked.write_text(json.dumps(request, indent=2))
+    request = {
+        "contents": [f"{one['problem']}\n\n{DEEPSEEK_R1.user_instruction}" for one in drawn],
+        "seed": seed,
+        "max_new_tokens": MAX_THINKING_TOKENS + MAX_ANSWER_TOKENS,
+    }
+    policy, answered = (out / "policy").resolve(), out / "side_by_side.json"
     finished = subprocess.run(
-        [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
+        [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy, answered))],
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,

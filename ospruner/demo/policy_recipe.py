@@ -9,10 +9,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from rich.console import Console
-
-from ospruner.eval.report.summary import results_table
-from ospruner.eval.results import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE
 from ospruner.hub_cards.staging import copy_files, empty_folder, scrubbed, write_json
 from ospruner.provenance import read_object, read_provenance, without_paths, write_provenance
 
@@ -30,10 +27,9 @@ def ship(run: Path) -> Path:
     trained, policy = Path(str(train_config(run, *size_and_seed(run)).output_dir)), run / "shipped"
     empty_folder(policy)
     copy_files(trained, policy, FILES)
-    values = read_object(policy / "config.json") | {
-        "base_model_name_or_path": f"../{REASONER.name}"
-    }
-    for gone in ("auto_map", "_name_or_path"):
+    here = {"base_model_name_or_path": f"../{REASONER.name}", "calibrations": None}
+    values = read_object(policy / "config.json") | here
+    for gone in ("auto_map", "_name_or_path", "efforts"):
         values.pop(gone, None)
         values["text_config"].pop(gone, None)
     write_json(policy / "config.json", values)
@@ -44,13 +40,10 @@ def ship(run: Path) -> Path:
 
 
 def main() -> None:
-    """Writes a demo's policy as it ships with the package, and prints what it does."""
+    """Writes a demo's policy as it ships with the package."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("run", type=Path, help="Folder of `ospruner demo`.")
-    policy = ship(parser.parse_args().run)
-    results, console = Results.read(policy / RESULTS_FILE), Console()
-    console.print(results_table(results.frame, f"{results.dataset}: {results.setting}"))
-    console.print(f"The policy: {policy}")
+    print(f"The policy: {ship(parser.parse_args().run)}")
 
 
 if __name__ == "__main__":

@@ -100,11 +100,6 @@ class Recipe:
     decay: float = 0.4  # share of it in which they fall, at its end
     seed: int = 0  # of the weights, the problems and the traces
 
-    def __post_init__(self) -> None:
-        for name, value, least in (("tokens", self.tokens, 1), ("seed", self.seed, 0)):
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-
 
 def reasoner_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     """Architecture of the embedded reasoner."""
@@ -192,22 +187,19 @@ def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tens
     return (losses * counted).sum() / counted.sum()
 
 
-def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: str = "cpu") -> None:
-    """Train the reasoner and save it in `out_dir/reasoner`.
+def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress) -> None:
+    """Train the reasoner on the CPU and save it in `out_dir/reasoner`.
 
     Args:
         out_dir: Folder of the run.
         recipe: Settings.
         progress: Called with phase "tokens" after each step.
-        device: Torch device.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer(recipe.seed)
     model = Qwen2ForCausalLM(reasoner_config(tokenizer))
-    nn.Module.to(model, device)
-    if device == "cpu":
-        model.set_attn_implementation("float32_sdpa")
+    model.set_attn_implementation("float32_sdpa")
     optimizers = build_optimizers(model, recipe)
     seen = chunk = 0
     total = recipe.tokens + recipe.second_tokens
@@ -224,9 +216,7 @@ def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: st
                 optimizers, (recipe.muon_learning_rate, recipe.adam_learning_rate), strict=True
             ):
                 optimizer.param_groups[0]["lr"] = peak * factor
-            loss = example_loss(
-                model, torch.from_numpy(ids).to(device), torch.from_numpy(weights).to(device)
-            )
+            loss = example_loss(model, torch.from_numpy(ids), torch.from_numpy(weights))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -259,13 +249,10 @@ def main() -> None:
     """Trains the reasoner anew, for hours on a CPU."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", type=Path, help="Folder of the run.")
-    parser.add_argument("--tokens", type=int, default=Recipe.tokens, help="To train on.")
-    parser.add_argument("--seed", type=int, default=0, help="Of weights, problems and traces.")
-    parser.add_argument("--device", default="cpu", help="Torch device.")
-    asked = parser.parse_args()
+    out = parser.parse_args().out
     with PhaseBars(Console(), "reasoner") as bars:
-        train_reasoner(asked.out, Recipe(asked.tokens, seed=asked.seed), bars, asked.device)
-    print(f"The reasoner: {asked.out / 'reasoner'}")
+        train_reasoner(out, Recipe(), bars)
+    print(f"The reasoner: {out / 'reasoner'}")
 
 
 if __name__ == "__main__":

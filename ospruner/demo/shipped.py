@@ -78,8 +78,9 @@ def draw_split(split: Split, count: int, seed: int) -> list[Problem]:
     return [problem.as_problem() for problem in islice(iterate_problems(split, seed), count)]
 
 
-def write_split(out: Path, split: Split, count: int, seed: int) -> None:
-    """Writes the first `count` problems of a split to `out/SPLIT.jsonl`."""
+def write_split(out: Path, split: Split, count: int, seed: int) -> Path:
+    """Writes the first `count` problems of a split to `out/SPLIT.jsonl`, which it returns."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(vars(one)) for one in draw_split(split, count, seed)]
-    replace_file(out / f"{split}.jsonl", "\n".join([*lines, ""]).encode())
+    replace_file(file := out / f"{split}.jsonl", "\n".join([*lines, ""]).encode())
+    return file

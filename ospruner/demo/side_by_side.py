@@ -1,7 +1,7 @@
 """Loads a policy folder as any user would and generates with the policy off and on.
 
-A script for a process of its own, `side_by_side.py POLICY REQUEST ANSWERS`: it imports torch and
-transformers alone, reads the request and writes the answers, both JSON files.
+A script for a process of its own, `side_by_side.py POLICY ANSWERS`: it imports torch and
+transformers alone, reads the request, JSON, from its input and writes the answers as a JSON file.
 """
 
 import json
@@ -25,7 +25,8 @@ def answer(folder: str, contents: list[str], seed: int, max_new_tokens: int) -> 
         max_new_tokens: Cap on thinking and answer together.
 
     Returns:
-        For each, under "off" and "on": the answer, the thinking and its tokens, why it ended.
+        For each the "content", and under "off" and "on" the answer, the thinking and its tokens,
+        and why it ended.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -38,7 +39,7 @@ def answer(folder: str, contents: list[str], seed: int, max_new_tokens: int) -> 
         inputs: Any = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        sides = {}
+        sides: dict[str, Any] = {"content": content}
         for name, stop_policy in (("off", False), ("on", True)):
             torch.manual_seed(seed)
             output = model.generate(
@@ -58,6 +59,6 @@ def answer(folder: str, contents: list[str], seed: int, max_new_tokens: int) -> 
 
 
 if __name__ == "__main__":
-    policy, request, target = sys.argv[1:]
-    found = answer(policy, **json.loads(Path(request).read_text("utf-8")))
+    policy, target = sys.argv[1:]
+    found = answer(policy, **json.load(sys.stdin))
     Path(target).write_text(json.dumps(found, indent=2), "utf-8")

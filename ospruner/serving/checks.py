@@ -176,7 +176,7 @@ def served_policy(
     """
     if given := [one for one in arguments if one.partition("=")[0] in ours]:
         raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
-    provenance.check_policy(policy)
+    provenance.check_policy_place(policy)
     config: OSPrunerConfig = OSPrunerConfig.from_pretrained(
         policy, revision=engine_options(arguments).revision
     )

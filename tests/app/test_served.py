@@ -1,19 +1,20 @@
 """Both columns from a server; a stand-in speaks vLLM's part; the real one is slow."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from ospruner.app.columns import Question, ServedSource
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
 from ..own_process import needs_vllm
+from ..served_app import ServedApp
 from ..serving.vllm.test_server import serving
 
 WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
@@ -28,81 +29,60 @@ RECORD = {
 }
 
 
-class StandIn:
+class StandIn(ServedApp):
     """Streams five thinking tokens, three with the policy, and keeps what it was asked."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.refuses = False
-        stand_in = self
+        app = FastAPI()
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: object) -> None:
-                pass
+        @app.get("/v1/models")
+        async def models() -> Any:
+            return {"data": [{"id": "org/policy", "max_model_len": 512}]}
 
-            def send(self, status: int, body: object) -> None:
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+        @app.get("/ospruner/format")
+        async def said() -> Any:
+            return {"user_instruction": "Reason, check, box."}
 
-            def do_GET(self) -> None:
-                names = [b["extra_body"].get("stop_id") for b in stand_in.bodies]
-                if self.path == "/v1/models":
-                    self.send(200, {"data": [{"id": "org/policy", "max_model_len": 512}]})
-                elif self.path == "/ospruner/format":
-                    self.send(200, {"user_instruction": "Reason, check, box."})
-                elif self.path.removeprefix("/ospruner/stops/") in names:
-                    self.send(200, RECORD)
-                else:
-                    self.send(404, {"detail": "unknown"})
+        @app.get("/ospruner/stops/{name}")
+        async def stops(name: str) -> Any:
+            known = [body["vllm_xargs"].get("stop_id") for body in self.bodies]
+            return RECORD if name in known else JSONResponse({"detail": "unknown"}, 404)
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                body["extra_body"] = body["vllm_xargs"]
-                stand_in.bodies.append(body)
-                if stand_in.refuses:
-                    self.send(400, {"error": {"message": "the prompt is too long"}})
-                    return
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.end_headers()
-                words = WORDS[:3] if body["extra_body"]["stop_policy"] else WORDS
-                for n, word in enumerate(words):  # servers differ in the name
-                    self.part({("reasoning", "reasoning_content")[n % 2]: word}, [7])
-                self.part({"content": "\\boxed{5}"}, [8])
-                usage: dict[str, Any] = dict.fromkeys(
-                    ("prompt_tokens", "completion_tokens", "total_tokens"), 9
-                )
-                usage["completion_tokens_details"] = {"reasoning_tokens": len(words)}
-                self.event({"choices": [], "usage": usage})
-                self.wfile.write(b"data: [DONE]\n\n")
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Any:
+            self.bodies.append(body := await request.json())
+            if self.refuses:
+                return JSONResponse({"error": {"message": "the prompt is too long"}}, 400)
+            return StreamingResponse(parts(body), media_type="text/event-stream")
 
-            def part(self, delta: dict[str, str], ids: list[int]) -> None:
-                choice = {"index": 0, "delta": delta, "token_ids": ids, "finish_reason": None}
-                self.event({"choices": [choice]})
+        super().__init__(app)
 
-            def event(self, body: dict[str, Any]) -> None:
-                known = {"id": "1", "created": 0, "model": "m", "object": "chat.completion.chunk"}
-                self.wfile.write(f"data: {json.dumps(known | body)}\n\n".encode())
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+def parts(body: dict[str, Any]) -> Iterator[str]:
+    """The events of an answer."""
+    words = WORDS[:3] if body["vllm_xargs"]["stop_policy"] else WORDS
+    deltas = [  # servers differ in the name
+        ({("reasoning", "reasoning_content")[n % 2]: word}, [7]) for n, word in enumerate(words)
+    ]
+    events: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "token_ids": ids, "finish_reason": None}]}
+        for delta, ids in [*deltas, ({"content": "\\boxed{5}"}, [8])]
+    ]
+    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 9)
+    details = {"completion_tokens_details": {"reasoning_tokens": len(words)}}
+    known = {"id": "1", "created": 0, "model": "m", "object": "chat.completion.chunk"}
+    for event in [*events, {"choices": [], "usage": usage | details}]:
+        yield f"data: {json.dumps(known | event)}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 @pytest.fixture
 def stand_in() -> Iterator[StandIn]:
     pytest.importorskip("openai")
-    server = StandIn()
-    yield server
-    server.close()
+    with StandIn() as server:
+        yield server
 
 
 QUESTION = Question("1+4?", {"mode": "threshold", "threshold": 0.5}, 0.6, 7, 100)
@@ -147,7 +127,7 @@ def test_a_refusal_is_told_and_says_what_to_do(stand_in: StandIn) -> None:
 
 def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
     source = ServedSource(stand_in.url)
-    stand_in.close()
+    stand_in.stop()
     with pytest.raises(ConnectionError, match=r"does not answer.*start one with `ospruner serve"):
         list(source.ask(QUESTION, True))
     with pytest.raises(ConnectionError, match=stand_in.url):

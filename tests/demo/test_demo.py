@@ -1,7 +1,10 @@
-"""`ospruner demo --quick` for real: stopped half-way, continued, and what it leaves behind."""
+"""A tiny `ospruner demo` for real: killed half-way, continued, and what it leaves behind."""
 
 import json
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -9,30 +12,44 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.cli import app
-from ospruner.demo.demo import PRICES, QUICK, STANDARD, claims, run_demo
+from ospruner.demo import demo
+from ospruner.demo.demo import PRICES, QUICK, STANDARD, DemoSize, claims, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.results import Results, frame_of, price_name
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.verify import verify
 from ospruner.train.labels.loading import load_labels
+from ospruner.train.run_folder import record_of
+from ospruner.workers import Workers
 
 from ..conftest import DemoRun
 from ..made_results import make_result
 
 
-def test_it_goes_on_where_it_was_killed(demo_run: DemoRun) -> None:
+def test_it_goes_on_where_it_was_killed(
+    demo_run: DemoRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(demo_run.shards) == 3, "labels of each split stood there when it was killed"
     for path, content in demo_run.shards.items():
         assert path.read_bytes() == content, "labels were made again"
+    # And where the round had ended: nothing is labelled or trained again.
+    out = shutil.copytree(demo_run.folder, tmp_path / "again")
+    record = record_of(out)
+    monkeypatch.setattr(Workers, "run", None)
+    found = run_demo(out, DemoSize(**record["size"]), 0, Console(quiet=True))
+    before = Results.read(demo_run.folder / "report" / "results.json")
+    assert found.frame.equals(before.frame)
+    assert record_of(out)["rounds"] == record["rounds"]
 
 
 def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
-    out = demo_run.folder
+    out, said = demo_run.folder, " ".join(demo_run.printed.split())
+    size = DemoSize(**record_of(out)["size"])
     # A name may be broken over two lines of its column.
     for words in ("accuracy %", "hindsight", "best fixed", "stop_policy=True", "test answers"):
         assert words in demo_run.printed
-    found = Results.read(out / "results.json")
+    found = Results.read(out / "report" / "results.json")
     rules = found.rules
     full = rules.iloc[0]
     assert full["method"] == FULL
@@ -46,35 +63,47 @@ def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
     assert [known.low, known.high] == PRICES
     (claim,) = found.about["claims"]
     assert claim["holds"], "thinking tokens fall as their price rises"
-    said = " ".join(demo_run.printed.split())
-    assert f"{QUICK.test} test problems are too few to claim more" in said
+    assert f"{size.test} test problems are too few to claim more" in said
     # It prunes visibly, at the price that is saved, and says which rule chose it.
     ours, config = rules.loc[found.chosen], OSPrunerConfig.from_pretrained(out / "policy")
     assert ours["parameter"] == config.price > 0
     assert f"Its default is price={price_name(config.price)}, chosen as" in said
+    card = (out / "policy" / "README.md").read_text()
     assert CHOSEN_BY in said
-    assert CHOSEN_BY in (out / "policy" / "README.md").read_text()
+    assert CHOSEN_BY in card
     assert ours["reduction"] > 0.15
     assert ours["aes"] > 0
     assert f"it saves {ours['reduction']:.0%} of the thinking tokens" in said
-    lost, mended = (QUICK.test * ours[name] for name in ("harmed", "helped"))
+    lost, mended = (size.test * ours[name] for name in ("harmed", "helped"))
     assert f"right answers are kept, {lost:.0f} broken, and {mended:.0f} wrong ones mended" in said
     # Lines of a pipe, as this one is; no warning of a package that nothing uses.
     for stage in ("os-pruner, seed 0: train", "probe, seed 0: train"):
         assert f"{stage}: " in said
     assert "gemm_4bit" not in said
-    assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
     run = found.about["run"]
     assert run["seed"] == 0
-    assert run["settings"] == vars(QUICK)
+    assert run["settings"] == vars(size)
     assert run["packages"]["torch"]
     assert {"git_commit", "git_modified", "python", "platform"} <= set(run)
     assert Results.read(out / "policy" / "results.json").to_dict() == found.to_dict()
     assert found.chosen is not None
     assert rules["method"][found.chosen] == EVERY_PRICE
-    promises = OSPrunerConfig.from_pretrained(out / "policy").calibrations
-    assert (promises is None) == ("No setting keeps the promise" in found.about["promise"])
     assert not (out / "states").exists()
+
+    # The stages of `make`: one round of all problems, its promise, its report and its curve.
+    (one,) = record_of(out)["rounds"]
+    assert one["problems"] == size.train + size.validation
+    assert f"{one['problems']} problems, {one['hours']:.2f} h: saves {one['saved']:.1%}" in said
+    assert 0 < one["trained_on"] <= size.train
+    (promise,) = config.calibrations or []
+    assert (promise["max_loss"], promise["problems"]) == (size.max_loss, size.validation)
+    assert promise["tokens_saved"] == one["saved"] > 0
+    assert found.about["promise"] == one["promise"]
+    assert "(promise)" in demo_run.printed
+    assert f"{100 * size.max_loss:.1f} points" in card
+    assert (out / "report" / "report.md").is_file()
+    for picture in ("curve.png", "policy/pareto.png", "report/pareto.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_policy_was_used_in_a_fresh_process(demo_run: DemoRun) -> None:
@@ -87,10 +116,9 @@ def test_the_policy_was_used_in_a_fresh_process(demo_run: DemoRun) -> None:
         assert off["thinking"].startswith(on["thinking"]), "rows differ before the stop"
         assert "boxed{" in on["answer"]
     assert any(row["on"]["thinking_tokens"] < row["off"]["thinking_tokens"] for row in rows)
-    words = demo_run.printed.count("(right)"), demo_run.printed.count("(wrong)")
-    assert sum(words) == 6, "told in words, not by colour"
-    asked = json.loads((out / "side_by_side.request.json").read_text())["contents"]
-    assert len(set(asked)) == 3
+    words = re.findall(r"\((?:right|wrong)\)", demo_run.printed)
+    assert len(words) == 6, "told in words, not by colour"
+    assert len({row["content"] for row in rows}) == 3
     assert "OS-Pruner demo policy" in (out / "policy" / "README.md").read_text()
     assert all(check.ok for check in verify(str(out / "policy")))
 
@@ -100,7 +128,8 @@ def test_splits_share_no_problem(demo_run: DemoRun) -> None:
         set(load_labels(demo_run.folder / "labels" / split).traces["problem_id"])
         for split in ("train", "validation", "test")
     ]
-    assert [len(one) for one in problems] == [QUICK.train, QUICK.validation, QUICK.test]
+    size = record_of(demo_run.folder)["size"]
+    assert [len(one) for one in problems] == [size["train"], size["validation"], size["test"]]
     assert len(set.union(*problems)) == sum(map(len, problems))
 
 
@@ -111,6 +140,18 @@ def test_what_is_not_this_run_is_refused(demo_run: DemoRun, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="holds another run's files .thesis"):
         run_demo(tmp_path, QUICK, 0, Console(quiet=True))
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["thesis.txt"]  # beside the lock
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [("", STANDARD), ("--quick", QUICK), ("--full", demo.FULL)]
+)
+def test_the_command_names_size_folder_and_seed(
+    options: str, size: DemoSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("ospruner.demo.demo.run_demo", lambda *said: asked.extend(said))
+    assert CliRunner().invoke(app, ["demo", *options.split(), "--seed", "3"]).exit_code == 0
+    assert asked[:3] == [Path("runs/demo" + options[1:]), size, 3]
     result = CliRunner().invoke(app, ["demo", "--quick", "--full"])
     assert result.exit_code == 2
     assert "exclude each other" in result.output

@@ -10,9 +10,6 @@ import base64
 import hashlib
 import json
 import re
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,10 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from huggingface_hub import RepoCard
+
+from ..served_app import ServedApp
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC).isoformat().replace("+00:00", ".000Z")
 LFS_SUFFIXES = (".safetensors", ".parquet", ".png", ".bin", ".gz")  # as in .gitattributes
@@ -81,14 +79,13 @@ class Commit:
 
 @dataclass
 class Repo:
-    """A repository: commits by their hash, and names for some of them."""
+    """A repository: commits by their hash, the last of which is the branch main."""
 
     kind: str  # "model" or "dataset"
     id: str
     private: bool = False
     gated: bool = False
     commits: dict[str, Commit] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)  # branches and tags
     lfs: dict[str, bytes] = field(default_factory=dict)  # uploaded, by sha256
 
     def __post_init__(self) -> None:
@@ -96,20 +93,19 @@ class Repo:
             "initial commit", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)}
         )
 
-    def commit(self, title: str, files: Mapping[str, File], branch: str = "main") -> Commit:
-        parent = self.refs.get(branch, "")
+    def commit(self, title: str, files: Mapping[str, File]) -> Commit:
+        parent = self.head.oid if self.commits else ""
         names = [f"{path} {files[path].etag}" for path in sorted(files)]
         oid = hashlib.sha1("\n".join([self.id, parent, title, *names]).encode()).hexdigest()
         self.commits[oid] = Commit(oid, title, dict(files))
-        self.refs[branch] = oid
-        return self.commits[oid]
+        return self.head
 
     def at(self, revision: str) -> Commit | None:
-        return self.commits.get(self.refs.get(revision, revision))
+        return self.head if revision == "main" else self.commits.get(revision)
 
     @property
     def head(self) -> Commit:
-        return self.commits[self.refs["main"]]
+        return next(reversed(self.commits.values()))
 
     def info(self, commit: Commit) -> dict[str, object]:
         """The repository as /api/models/ID describes it."""
@@ -152,38 +148,21 @@ class Cut:
     times: int
 
 
-class LocalHub:
-    """The server; a context manager. All of its repositories live in memory."""
+class LocalHub(ServedApp):
+    """The server. All of its repositories live in memory."""
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[str] = []
         self._cuts: list[Cut] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(_application(self), log_level="error", http="h11", ws="none")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True
-        )
+        super().__init__(_application(self))
 
-    def __enter__(self) -> LocalHub:
-        self._thread.start()
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise RuntimeError("the local Hub did not start")
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-
-    def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Variables for a process that shall take this for the Hub, with its cache in `home`."""
-        variables = {
+        return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
+            "HF_TOKEN": TOKEN,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -191,11 +170,10 @@ class LocalHub:
             "HF_DATASETS_OFFLINE": "0",
             "TRANSFORMERS_OFFLINE": "0",
         }
-        return variables | ({"HF_TOKEN": token} if token else {})
 
-    def add(self, kind: str, repo_id: str, folder: Path, gated: bool = False) -> Repo:
+    def add(self, kind: str, repo_id: str, folder: Path) -> Repo:
         """Puts a folder's files straight into a new repository."""
-        repo = self.repos[kind, repo_id] = Repo(kind, repo_id, gated=gated)
+        repo = self.repos[kind, repo_id] = Repo(kind, repo_id)
         files = {
             str(path.relative_to(folder)): File(path.read_bytes(), path.suffix in LFS_SUFFIXES)
             for path in sorted(folder.rglob("*"))
@@ -345,7 +323,7 @@ def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
                 del files[value["path"]]
             else:
                 raise HubError(400, "", f"unknown key {entry['key']!r}")
-        made = repo.commit(title, files, revision)
+        made = repo.commit(title, files)
         return {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
 
 

@@ -15,7 +15,6 @@ import pytest
 from ospruner.demo.problems import Split
 from ospruner.demo.shipped import draw_split
 
-from ..conftest import DemoRun
 from ..pages import blocks, commands
 from .conftest import Run, Stranger
 from .local_hub import LocalHub, Repo
@@ -72,16 +71,11 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
 
 
 def test_quickstart(
-    run: Run,
-    demo_run: DemoRun,
-    policy_dir: Path,
-    repo_dir: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, policy_dir: Path, repo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = repo_dir / "docs" / "quickstart.md"
     app, demo, check = (line.partition("#")[0].strip() for line in commands(page))
     assert (app, demo) == ("ospruner app", "ospruner demo --quick")
-    Path("runs").symlink_to(demo_run.folder.parent)  # what the command leaves
     names: dict[str, object] = {}
     for block in blocks(page, "python"):
         exec(block, names)

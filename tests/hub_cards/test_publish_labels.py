@@ -58,7 +58,7 @@ def labels_dir(tmp_path: Path) -> Path:
     write_labels(run / "train", ["a", "b"])
     write_labels(run / "test", ["c"], seed=1, samples_per_problem=2)
     (run / "train" / "secret.env").write_text("swordfish")
-    (run / "statistics.png").write_bytes(b"picture")
+    (run / "notes.txt").write_text("swordfish, too")
     return run
 
 
@@ -80,7 +80,7 @@ def test_both_configurations_load_elsewhere(
     repo = hub.repos["dataset", "org/labels"]
     assert len(repo.commits) == 2
     assert set(repo.head.files) == {
-        *(".gitattributes", "README.md", "provenance.json", "statistics.png"),
+        *(".gitattributes", "README.md", "provenance.json"),
         *(f"{split}/manifest.json" for split in ("train", "test")),
         *(
             f"{split}/{kind}/train-00000.parquet"
@@ -88,7 +88,7 @@ def test_both_configurations_load_elsewhere(
             for split in ("train", "test")
         ),
     }
-    assert set(staged.left_out) >= {"train/secret.env", "train/.lock"}
+    assert set(staged.left_out) >= {"notes.txt", "train/secret.env", "train/.lock"}
     for name, file in repo.head.files.items():
         for secret in (b"swordfish", str(labels_dir).encode(), str(REASONER).encode()):
             assert secret not in file.content, name
@@ -112,7 +112,6 @@ def test_both_configurations_load_elsewhere(
     assert "| `trace_ids` | `List(Value('int32'))` |" in card.text
     assert "| train | 2 | 2 | 6 | 0 | 0 | 0 |" in card.text
     assert "Sums, MIT." in card.text
-    assert "](statistics.png)" in card.text
     assert "| dataset | problems.jsonl |" in card.text
     assert "temperature 0.6" in card.text
     assert DEEPSEEK_R1.user_instruction in card.text

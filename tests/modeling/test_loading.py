@@ -18,7 +18,7 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import VERSION
 from ospruner.demo.shipped import Reasoner
-from ospruner.provenance import check_policy
+from ospruner.provenance import check_policy_place
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
 
@@ -268,13 +268,13 @@ def test_what_is_no_policys_folder_is_said_before_the_hub_is_asked(
     policy.mkdir(parents=True)
     said = r"policy is 'runs/gone', where no folder is \(the Hub was not asked, for 'runs' is a fol"
     with pytest.raises(FileNotFoundError, match=said):
-        check_policy("runs/gone")
+        check_policy_place("runs/gone")
     with pytest.raises(FileNotFoundError, match="policy is '/gone', where no folder is: name a"):
-        check_policy("/gone")
+        check_policy_place("/gone")
     with pytest.raises(OSError, match=r"runs is no policy, for it has no config.json: train one"):
-        check_policy("runs")
+        check_policy_place("runs")
     (policy / "config.json").write_text("{}")
     with pytest.raises(OSError, match=r"config.json: name a policy in it: runs/price5e-5"):
-        check_policy("runs")
-    check_policy("runs/price5e-5")
-    check_policy("org/policy")  # the Hub knows
+        check_policy_place("runs")
+    check_policy_place("runs/price5e-5")
+    check_policy_place("org/policy")  # the Hub knows

@@ -21,6 +21,7 @@ FLOORS = {
     "ospruner.durable": 1,
     "ospruner.optional": 1,
     "ospruner.progress": 1,
+    "ospruner.workers": 1,
     "ospruner.bases": 2,
     "ospruner.formats": 2,
     "ospruner.logits": 2,

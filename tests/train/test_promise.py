@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner.calibrating import SHARES, calibrate
+from ospruner.calibrating import CAREFUL, SHARES, calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies, price_grid
-from ospruner.eval.replay import replay
+from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
@@ -38,7 +38,7 @@ from ospruner.serving.requests import (
 from ospruner.train.labelled_base import load_labelled_base
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.predicting import predict_outputs
+from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.untrained import untrained
 
 from .conftest import RANGE, MakeLabels, trained_on
@@ -157,15 +157,17 @@ def test_online_stops_at_the_prices_that_are_asked_for(
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["price", "fixed"])
-def test_the_promise_is_stored_told_and_kept(
+def test_promise_and_efforts_are_stored_told_and_kept(
     kind: int, policies: tuple[Path, Path], labels: Path, tmp_path: Path
 ) -> None:
-    policy, numbers = policies[kind], tmp_path / "found.json"
+    policy, numbers, key = policies[kind], tmp_path / "found.json", ("price", "threshold")[kind]
     policy_card(policy, name="x", license={"license": "mit"}).save(policy / "README.md")
-    said = told("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    said = told(*command, "--efforts", "low=.4,medium=0.8")
     assert "keeps the promise of at most 30 points lost at 0.95 confidence" in said
-    found = json.loads(numbers.read_text())
-    assert (found["problems"], found["test"]) == (60, "exact")
+    assert "reasoning_effort" in said
+    found, efforts = json.loads(numbers.read_text()), OSPrunerConfig.from_pretrained(policy).efforts
+    assert (found["problems"], found["test"], found["threshold"]) == (60, "exact", None)
     (stored,) = promises_of(policy)
     more = {"disagreement", "full_accuracy", "natural_accuracy"}
     assert set(stored) == {*CALIBRATION_FIELDS, *more}
@@ -175,16 +177,31 @@ def test_the_promise_is_stored_told_and_kept(
     )
     data = load_labels(labels)
     assert (stored["max_loss"], stored["data_hash"]) == (0.3, data.data_hash)
+    assert efforts is not None
+    assert found["efforts"] == efforts
+    assert [*efforts] == sorted(EFFORTS)  # as JSON keeps them
+    rows = [efforts[name] for name in EFFORTS]
+    assert [one["tokens"] for one in rows] == sorted(one["tokens"] for one in rows)
     card = (policy / "README.md").read_text("utf-8")  # states it, and keeps its licence
     assert "| 30.0 points | 0.95 | threshold |" in card
     assert "license: mit" in card
+    assert f"| low | {rows[1][key]:{'.3f' if kind else 'g'}}" in card
 
-    # What was promised is what replay finds there, and what generate does.
-    prices = None if kind else [stored["price"]]
-    evaluation = compare(labels, [f"{policy}@{stored['threshold']}"], prices=prices).evaluation
-    full = TraceTable.from_dataset(data.traces).full_correct.mean()
-    lost = full - evaluation.rules[1].outcome.accuracy
-    assert lost == pytest.approx(stored["loss"])
+    # What was promised and measured is what replay finds there, and what generate does.
+    at: dict[float, Outcome] = {}
+    for value in {one[key] for one in (stored, *rows)}:
+        use, prices = f"{policy}@{value if kind else 0.5}", None if kind else [value]
+        full, used, *_ = compare(labels, [use], prices=prices).evaluation.rules
+        at[value] = used.outcome
+    assert full.outcome.accuracy - at[stored[key]].accuracy == pytest.approx(stored["loss"])
+    shares = {**SHARES, "low": 0.4, "medium": 0.8}
+    for name, one in efforts.items():
+        assert one["share"] <= shares[name] or one["tokens"] == rows[0]["tokens"]
+        outcome = at[one[key]]
+        assert one["tokens"] == pytest.approx(outcome.mean_tokens, abs=1e-3)
+        assert one["loss"] == pytest.approx(full.outcome.accuracy - outcome.accuracy, abs=1e-3)
+        share = outcome.mean_tokens / full.outcome.mean_tokens
+        assert one["share"] == pytest.approx(share, abs=1e-3)
     model = OSPrunerForCausalLM.from_pretrained(policy)
     ids = torch.tensor([data.traces[0]["prompt_ids"]])
     same = {name: stored[name] for name in ("mode", "threshold", "price") if stored[name]}
@@ -192,36 +209,6 @@ def test_the_promise_is_stored_told_and_kept(
     assert torch.equal(promised, model.generate(ids, stop_policy=same, **HOW))
     with pytest.raises(ValueError, match=r"max_loss is 0.01.*promises \[0.3\]"):
         model.generate(ids, stop_policy={"max_loss": 0.01}, **HOW)
-
-
-@pytest.mark.parametrize("kind", [0, 1], ids=["price", "fixed"])
-def test_efforts_are_settings_of_the_frontier(
-    kind: int, policies: tuple[Path, Path], labels: Path, tmp_path: Path
-) -> None:
-    policy, numbers = policies[kind], tmp_path / "found.json"
-    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
-    assert "reasoning_effort" in told(*command, "--efforts", "low=.4,medium=0.8")
-    efforts = OSPrunerConfig.from_pretrained(policy).efforts
-    assert efforts is not None
-    assert json.loads(numbers.read_text())["efforts"] == efforts
-    assert [*efforts] == sorted(EFFORTS)  # as JSON keeps them
-    rows = [efforts[name] for name in EFFORTS]
-    assert [one["tokens"] for one in rows] == sorted(one["tokens"] for one in rows)
-    shares = {**SHARES, "low": 0.4, "medium": 0.8}
-    prices = None if kind else [one["price"] for one in rows]
-    for i, (name, one) in enumerate(zip(EFFORTS, rows, strict=True)):
-        assert one["share"] <= shares[name] or one["tokens"] == rows[0]["tokens"]
-        at = None if prices is None else [prices[i]]
-        rules = compare(labels, [f"{policy}@{one['threshold']}"], prices=at).evaluation.rules
-        full, used = rules[0].outcome, rules[1].outcome
-        assert one["tokens"] == pytest.approx(used.mean_tokens, abs=1e-3)
-        assert one["loss"] == pytest.approx(full.accuracy - used.accuracy, abs=1e-3)
-        assert one["share"] == pytest.approx(used.mean_tokens / full.mean_tokens, abs=1e-3)
-    card = (policy / "README.md").read_text("utf-8")
-    assert (
-        f"| low | {rows[1]['price' if not kind else 'threshold']:{'g' if not kind else '.3f'}}"
-        in card
-    )
     for wrong, message in (
         ({"lots": 0.5}, "an effort is 'lots'; it must be 'minimal' or 'low'"),
         ({"low": 2}, "the share of effort low is 2; it must lie in"),
@@ -329,6 +316,41 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
 def test_an_edited_promise_or_effort_is_refused(field: str, wrong: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         check_measured(OSPrunerConfig(**{field: wrong}))
+
+
+def test_thresholds_at_price_0_are_more_careful_than_every_price(
+    policies: tuple[Path, Path], labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that stops at once at price 0 keeps a promise where it must be surer."""
+
+    def hasty(said: Predicted, price: float | None = None) -> Any:
+        return np.where(said.mask, np.float32(0.85), np.float32(0))
+
+    monkeypatch.setattr(Predicted, "probabilities", hasty)
+    (price, fixed), numbers = policies, tmp_path / "found.json"
+    refused = calibrate(price, labels, 0.3)
+    assert refused.value is None
+    assert "0@.95 is price 0 from probability .95 on" in refused.told(0.3, 0.95)
+    command = ("calibrate", price, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    assert "0@0.9 keeps the promise" in told(*command, "--values", "0@.95,0@.9,0@.8,0,1e-3")
+    found = json.loads(numbers.read_text())
+    assert [found[name] for name in ("value", "threshold", "loss")] == [0.0, 0.9, 0.0]
+    (stored,) = promises_of(price)
+    assert [stored[name] for name in ("mode", "threshold", "price")] == ["threshold", 0.9, 0.0]
+    kept = StopPolicyConfig(max_loss=0.3).with_defaults(OSPrunerConfig.from_pretrained(price))
+    assert (kept.mode, kept.threshold, kept.price) == ("threshold", 0.9, 0.0)
+    card = (price / "README.md").read_text("utf-8")
+    assert "| threshold | 0, from probability 0.9 on | 60 |" in card
+    assert CAREFUL == ((0.0, 0.95), (0.0, 0.9), (0.0, 0.8), (0.0, 0.7), (0.0, 0.6))
+    for policy, mode, values in (
+        (price, "threshold", [(0.0, 0.9), (0.0, 0.95)]),
+        (price, "threshold", [0.0, (0.0, 0.9)]),
+        (price, "threshold", [(0.0, 1.1), 0.0]),
+        (price, "sample", [(0.0, 0.9), 0.0]),
+        (fixed, "threshold", [(0.0, 0.9), 0.5]),
+    ):
+        with pytest.raises(ValueError, match="values is .* each once"):
+            calibrate(policy, labels, 0.3, mode=mode, values=values)  # type: ignore[arg-type]
 
 
 def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:

@@ -19,6 +19,7 @@ from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 from ospruner.rounds import Round, looks_of, make, round_sizes, worth_a_round
+from ospruner.serving.requests import EFFORTS
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import record_of
 
@@ -70,7 +71,12 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(
     assert f"ospruner publish {out / 'policy'} ORG/NAME --dry-run" in said
     for path, content in shards.items():
         assert not path.exists() or path.read_bytes() == content, "labels were made again"
-    (promise,) = OSPrunerConfig.from_pretrained(out / "policy").calibrations or []
+    made = OSPrunerConfig.from_pretrained(out / "policy")
+    (promise,) = made.calibrations or []
+    # Thresholds at price 0 come before the prices.
+    assert made.efforts is not None
+    careful = made.efforts[EFFORTS[-1]]
+    assert (careful["price"], careful["threshold"]) == (0.0, 0.95)
     rounds = record_of(out)["rounds"]
     assert [one["problems"] for one in rounds] == [30, 44]
     assert promise["tokens_saved"] == max(one["saved"] for one in rounds)

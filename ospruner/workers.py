@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -20,8 +20,7 @@ from ospruner.progress import Progress
 
 __all__ = ["Job", "Workers"]
 
-Result = TypeVar("Result")
-Job = Callable[..., Result]
+Job = Callable[..., object]
 """A function of a module, or a `functools.partial` of one, that is called with `progress` alone."""
 _told: Any  # in a worker: the queue by which it tells what is done
 
@@ -35,10 +34,12 @@ class Workers:
 
     Args:
         processes: how many jobs run at a time; 1 or more.
+        modules: are imported once for all processes of this program, where it has none yet.
     """
 
-    def __init__(self, processes: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, processes: int, *modules: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(modules))
         # A simple queue: what a job has told is in it before the job's result is known.
         self._told: Any = context.SimpleQueue()
         self._others = set(multiprocessing.active_children())
@@ -54,15 +55,12 @@ class Workers:
                 child.terminate()
         self._pool.shutdown()
 
-    def run(self, jobs: Mapping[str, Job[Result]], progress: Progress) -> dict[str, Result]:
-        """Runs jobs in the order given.
+    def run(self, jobs: Mapping[str, Job], progress: Progress) -> None:
+        """Runs jobs in the order given; what they make, they leave in files.
 
         Args:
             jobs: by name.
             progress: called for each job with the phase "NAME: PHASE".
-
-        Returns:
-            What each returned, by name.
 
         Raises:
             BaseException: what the first job that failed has raised, or `BrokenProcessPool` where
@@ -75,12 +73,11 @@ class Workers:
 
         listener = threading.Thread(target=listen, daemon=True)
         listener.start()
-        futures = {name: self._pool.submit(_do, job, name) for name, job in jobs.items()}
-        for done in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
+        futures = [self._pool.submit(_do, job, name) for name, job in jobs.items()]
+        for done in wait(futures, return_when=FIRST_EXCEPTION).done:
             done.result()
         self._told.put(None)
         listener.join()
-        return {name: future.result() for name, future in futures.items()}
 
 
 def _begin(told: Any) -> None:
@@ -100,8 +97,8 @@ def _end_with_parent() -> None:
     os._exit(1)  # a killed parent cannot end its workers, and they hold locks of folders
 
 
-def _do(job: Job[Result], name: str) -> Result:
+def _do(job: Job, name: str) -> None:
     def progress(phase: str, done: int, total: int, note: str = "") -> None:
         _told.put((name, phase, done, total, note))
 
-    return job(progress=progress)
+    job(progress=progress)

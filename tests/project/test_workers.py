@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from ospruner.demo.jobs import Workers
+from ospruner.workers import Workers
 
 MODULE = """
 import os, time
 import torch
 
 def square(number, *, progress):
-    progress("square", 1, 1)
-    return number**2, os.getpid(), torch.get_num_threads()
+    progress("square", number**2, os.getpid(), str(torch.get_num_threads()))
 
 def wait_for_ever(mark, *, progress):
     mark.write_text(str(os.getpid()))
@@ -59,31 +58,33 @@ def ends(pid: int) -> bool:
 def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
     module: Any, tmp_path: Path
 ) -> None:
-    seen: list[tuple[object, ...]] = []
+    seen: dict[str, tuple[int, int, str]] = {}
+
+    def noted(phase: str, done: int, total: int, note: str = "") -> None:
+        seen[phase] = (done, total, note)
+
     jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
     mark = tmp_path / "pid"
     failing = {
         "waits": partial(module.wait_for_ever, mark),
         "fails": partial(module.fail_after, mark),
     }
-    found: dict[str, Any] = {}
 
     def run_all() -> None:
         with Workers(2) as workers:
-            found.update(workers.run(jobs, lambda *state: seen.append(state)))
-            found.update(workers.run({"6": partial(module.square, 6)}, lambda *state: None))
-            workers.run(failing, lambda *state: None)
+            workers.run(jobs, noted)
+            workers.run({"6": partial(module.square, 6)}, noted)
+            workers.run(failing, noted)
 
     with pytest.raises(ValueError, match="this one fails"):
         run_all()
     assert ends(int(mark.read_text()))
-    assert {name: one[0] for name, one in found.items()} == {"3": 9, "4": 16, "5": 25, "6": 36}
-    assert list(found) == ["3", "4", "5", "6"]
-    processes = {one[1] for one in found.values()}
+    squares = {phase: done for phase, (done, _, _) in seen.items()}
+    assert squares == {f"{number}: square": number**2 for number in (3, 4, 5, 6)}
+    processes = {process for _, process, _ in seen.values()}
     assert os.getpid() not in processes
     assert len(processes) <= 2, "they stay for the next jobs"
-    assert {one[2] for one in found.values()} == {1}
-    assert set(seen) == {(f"{number}: square", 1, 1, "") for number in (3, 4, 5)}
+    assert {threads for _, _, threads in seen.values()} == {"1"}
 
 
 @pytest.mark.usefixtures("module")
@@ -95,7 +96,7 @@ def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
         "from functools import partial\n"
         "from pathlib import Path\n"
         "from functions_of_jobs import wait_for_ever\n"
-        "from ospruner.demo.jobs import Workers\n"
+        "from ospruner.workers import Workers\n"
         "if __name__ == '__main__':\n"
         "    job = partial(wait_for_ever, Path(sys.argv[1]))\n"
         "    with Workers(1) as workers:\n"
