@@ -1,10 +1,11 @@
-"""Which bases a policy works on: `python -m tests.bases_table`, then `make docs`.
+"""Which bases a policy works on: `PYTHONPATH=tests/stand_ins python -m tests.bases_table`.
 
-Writes `docs/bases.json`, from which the table of docs/bases.md is filled: for each family a
+Writes `docs/bases.json`, from which `make docs` fills the table of docs/bases.md: for each family a
 tiny random base, the policy's answer on it compared with a reference, or why it is refused. In
 transformers the copies of the base's last two layers must give its own last hidden states. For vLLM
 it says which are compared in `tests/serving/vllm/bases_checks.py`: tokens with plain vLLM's, stop
-probabilities with those of transformers.
+probabilities with those of transformers. SGLang's column is made, and compared, by the Python of
+its environment (`make test-sglang`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from modeling_ospruner.policy_ospruner import Reader
-from ospruner.demo.shipped import Reasoner
-from ospruner.serving.sglang.tapped import BASES as IN_SGLANG
+from ospruner.demo import REASONER
 from ospruner.train.untrained import fresh_layers
 
 from .families import MORE, ORDINARY, OTHERS, make_base, padded_prompts
 
 FILE = Path(__file__).parents[1] / "docs/bases.json"
+NO_POLICY = "refused: there is no policy to serve"
 
 
 @torch.no_grad()
@@ -62,16 +63,19 @@ def in_vllm(name: str, base: PreTrainedModel) -> str:
 def main(names: Sequence[str]) -> None:
     """Makes the rows of families, or of all, anew."""
     rows = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
-    tokenizer = Reasoner().tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    if importlib.util.find_spec("sglang") is not None:
+        from .serving.sglang.bases_checks import check
     for name in names or (*ORDINARY, *OTHERS, *MORE):
         base = make_base(name, tokenizer)
-        kind = base.config.model_type
-        row = {tuning: in_transformers(base, tuning) for tuning in ("queries", "layers")}
-        if importlib.util.find_spec("vllm") is not None:
-            row["vllm"] = in_vllm(name, base)
-        row["sglang"] = "taken" if kind in IN_SGLANG else "refused: never tried"
-        if row["queries"].startswith("refused") and row["layers"].startswith("refused"):
-            row |= dict.fromkeys(("vllm", "sglang"), "refused: there is no policy to serve")
+        if importlib.util.find_spec("sglang") is not None:
+            some = not rows[name]["queries"].startswith("refused")
+            row = {"sglang": check(base, tokenizer) if some else NO_POLICY}
+        else:
+            row = {tuning: in_transformers(base, tuning) for tuning in ("queries", "layers")}
+            some = not all(said.startswith("refused") for said in row.values())
+            if importlib.util.find_spec("vllm") is not None:
+                row["vllm"] = in_vllm(name, base) if some else NO_POLICY
         rows[name] = rows.get(name, {}) | row
         print(name, row, flush=True)
         FILE.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")

@@ -72,7 +72,7 @@ def running_sglang(command: Sequence[str], log: Path) -> Iterator[str]:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     whole = [str(SGLANG_PYTHON), *command, *ON_A_CPU, "--host", "127.0.0.1", "--port", str(port)]
-    stand_ins = Path(__file__).parent / "engines" / "sglang_stubs"
+    stand_ins = Path(__file__).parent / "stand_ins"
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(stand_ins)}
     with running_server(whole, address, environment, log):
         yield address

@@ -11,15 +11,20 @@ prefill and retraction are the base's.
 
 from __future__ import annotations
 
-import importlib
+import copy
+import inspect
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
-from modeling_ospruner.modeling_ospruner import check_norm
+from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
+from ospruner.bases import empty_base
 
 from ..checks import (
     Weights,
@@ -31,19 +36,68 @@ from ..checks import (
 )
 from .custom_params import check_tuning
 
-BASES = {  # by model_type: the module of SGLang, and the class in it
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "llama": ("llama", "LlamaForCausalLM"),
-    "mistral": ("mistral", "MistralForCausalLM"),
-}
-_FUSED = {  # what transformers keeps apart and SGLang together, and as which part of it
-    "q_proj": ("qkv_proj", "q"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
+_TAPS = ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture")  # both count alike
+_GIVEN = ("self", "positions", "hidden_states", "forward_batch")  # to a layer
 
-_OF_KEYS = ("k_proj", "v_proj", "k_norm")  # of merged adapters; the base writes the keys
+
+def class_of_base(text: Any) -> Any:
+    """SGLang's own model of a base of this configuration, by transformers' name; None for none."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    return ModelRegistry.models.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type])
+
+
+def why_not(config: OSPrunerConfig, found: Any) -> str | None:
+    """Why SGLang's model of a base (None for none) can have no policy beside it; None if it can.
+
+    What its layers are given is seen once it is made (`check_layer`).
+    """
+    text = config.get_text_config()
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
+    if vars(text).get("kv_lora_rank"):
+        return f"{name} has compressed (latent) keys and values, which are not read"
+    if found is not None and not any(tap in dir(found) for tap in _TAPS):
+        return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
+    policy = empty_policy(config, empty_base(text))
+    if policy.points != [text.num_hidden_layers - len(policy.copied)]:
+        return f"{name} keeps states in place of keys in some layers, beside which nothing was run"
+    if found is None:
+        return f"there is no {name}"
+    return None
+
+
+def check_layer(layer: type[nn.Module]) -> None:
+    """Refuses layers that are given more than hidden states and the batch, as Gemma 3's are.
+
+    Raises:
+        ValueError: naming what they are given.
+    """
+    asked = inspect.signature(layer.forward).parameters.values()
+    needed = {one.name for one in asked if one.default is one.empty and one.name != "kwargs"}
+    if beside := sorted(needed.difference(_GIVEN)):
+        raise ValueError(
+            f"SGLang's {layer.__name__} is given {', '.join(beside)}, which a policy's layers "
+            "cannot be: serve it with vLLM (ospruner serve --engine vllm)"
+        )
+
+
+def check_windows(base: nn.Module, text: Any) -> None:
+    """Refuses a base that sees other tokens in SGLang than in transformers, as Mistral's with one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    wanted = [vars(one).get("sliding_window") for one in DynamicCache(config=text).layers]
+    found: list[Any] = [one for one in base.modules() if type(one).__name__ == "RadixAttention"]
+    for part in found:
+        before, own = part.sliding_window_size, wanted[part.layer_id]
+        seen = None if before < 0 else before + 1  # it counts without the token itself
+        if seen != own:
+            raise ValueError(
+                f"SGLang's {type(base).__name__} looks back over {seen or 'all'} tokens in layer "
+                f"{part.layer_id}, transformers' over {own or 'all'}: serve it with vLLM "
+                "(ospruner serve --engine vllm)"
+            )
 
 
 class OSPrunerSGLang(nn.Module):
@@ -54,14 +108,14 @@ class OSPrunerSGLang(nn.Module):
 
     def __init__(self, config: OSPrunerConfig, quant_config: Any = None, prefix: str = "") -> None:
         # Imported here, for SGLang loads this file before it knows where it will run.
-        from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.model_loader.loader import DefaultModelLoader
         from sglang.srt.runtime_context import get_server_args
         from sglang.srt.utils import make_layers
 
         super().__init__()
-        arguments = get_server_args()
-        check_start(config, arguments)
+        arguments, text = get_server_args(), config.get_text_config()
+        found = class_of_base(text)
+        check_start(config, arguments, found)
         self._config = config
         self.secondary_weights = [
             DefaultModelLoader.Source(
@@ -71,24 +125,28 @@ class OSPrunerSGLang(nn.Module):
                 fall_back_to_pt=False,
             )
         ]
-        text: Any = config.get_text_config()
-        module, name = BASES[text.model_type]
-        found = importlib.import_module(f"sglang.srt.models.{module}")
-        self.base: Any = getattr(found, name)(text)
-        total, n = text.num_hidden_layers, config.num_policy_layers
-        self.base.set_eagle3_layers_to_capture([total - n - 1])
-        layer = type(self.base.model.layers[-1])
+        self.base: Any = found(text)
+        check_windows(self.base, text)
+        tap = next(tap for tap in _TAPS if tap in dir(self.base))
+        first = text.num_hidden_layers - config.num_policy_layers
+        getattr(self.base, tap)([first - 1])
+        self.base.capture_aux_hidden_states = False  # they end here, and not in its logits' output
+        self.base.model.register_forward_hook(self._tap)
+        layers = self.base.model.layers[first:]
+        for layer in layers:
+            check_layer(type(layer))
         self.layers = make_layers(
-            n,
-            lambda idx, prefix: layer(text, layer_id=total - n + idx, prefix=prefix),
+            len(layers),
+            lambda idx, prefix: type(layers[idx])(text, layer_id=first + idx, prefix=prefix),
             prefix="layers",
         )
-        self.norm = type(self.base.model.norm)(text.hidden_size, eps=text.rms_norm_eps)
+        self.norm = copy.deepcopy(self.base.model.norm)
         for part in self.layers.modules():
-            if isinstance(part, RadixAttention):  # the base has written the keys and values
+            if type(part).__name__ == "RadixAttention":  # the base has written the keys and values
                 vars(part)["forward"] = partial(part.forward, save_kv_cache=False)
         outputs = 1 if config.prices is None else 1 + PRICE_RAMPS
         self.head = nn.Linear(text.hidden_size, outputs, dtype=torch.float32)  # H to 1 or 6
+        self._tapped = torch.empty(0)  # what enters layer L-n in a forward, (T, H)
         self._entering: torch.Tensor | None = None  # (slots, H)
 
     def hold(self, num_slots: int) -> None:
@@ -112,13 +170,19 @@ class OSPrunerSGLang(nn.Module):
         input_embeds: torch.Tensor | None = None,
     ) -> Any:
         """The base's logits; what entered layer L-n is kept."""
-        hidden, [entering] = self.base.model(input_ids, positions, forward_batch, input_embeds)
+        logits = self.base(input_ids, positions, forward_batch, input_embeds)
         if self._entering is not None:
+            entering = self._tapped
             if not forward_batch.forward_mode.is_decode_or_idle():
                 starts = forward_batch.extend_start_loc
                 entering = entering[starts + forward_batch.extend_seq_lens - 1]
             self._entering[forward_batch.req_pool_indices] = entering
-        return self.base.logits_processor(input_ids, hidden, self.base.lm_head, forward_batch)
+        return logits
+
+    def _tap(self, decoder: nn.Module, given: Any, output: Any) -> Any:
+        hidden, entering = output
+        [self._tapped] = entering if isinstance(entering, list) else [entering]
+        return hidden
 
     @torch.no_grad()
     def ask(self, backend: Any, slots: list[int], lengths: list[int]) -> torch.Tensor:
@@ -158,32 +222,44 @@ class OSPrunerSGLang(nn.Module):
 
     def load_weights(self, weights: Weights) -> None:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
-        self.base.load_weights(self._own(merge_adapters(weights, self._config)))
-        own, theirs = self.norm.weight, self.base.model.norm.weight
+        own: dict[str, torch.Tensor] = {}
+        self.base.load_weights(self._without_own(merge_adapters(weights, self._config), own))
+        theirs = self.base.model.norm.weight
+        for place, module in (("head", self.head), ("tail.norm", self.norm)):
+            for name, parameter in module.named_parameters():
+                parameter.data.copy_(own.pop(f"{place}.{name}"))
+        self._fill(own)
         # Never trained: it shows which base the policy was made for.
         where = self._config.base_model_name_or_path
-        check_norm(own, theirs, "norm.weight", self._config, where)
+        check_norm(self.norm.weight, theirs, "norm.weight", self._config, where)
 
-    def _own(self, weights: Weights) -> Weights:
-        """Takes the policy's tensors, and gives the base's."""
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
+    @staticmethod
+    def _without_own(weights: Weights, own: dict[str, torch.Tensor]) -> Weights:
+        for name, tensor in weights:
+            if name.startswith("base."):
+                yield name.removeprefix("base."), tensor
+            else:
+                own[name.removeprefix("policy.")] = tensor
 
-        parameters = dict(self.named_parameters())
+    def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fills the copies as the base is filled: they take the places of its layers meanwhile."""
         for part in self.layers.modules():  # of which queries alone are loaded
             if type(part).__name__ == "QKVParallelLinear":
                 for unread in part.parameters():
                     unread.data.zero_()
-        for name, tensor in weights:
-            if name.startswith("base."):
-                yield name.removeprefix("base."), tensor
-                continue
-            name = name.removeprefix("policy.").removeprefix("tail.")
-            *path, module, kind = name.split(".")
-            if module in _OF_KEYS:
-                continue
-            fused, *shard = _FUSED.get(module, (module,))
-            parameter: Any = parameters[".".join([*path, fused, kind])]
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
+        policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
+        assert policy.tail is not None
+        named = {name.removeprefix("tail."): one for name, one in tensors.items()}
+        stored = revert_weight_conversion(policy.tail, named)
+        places = self.base.model.layers
+        theirs = {number: places[number] for number in policy.copied}
+        for number, layer in zip(policy.copied, self.layers, strict=True):
+            places[number] = layer
+        self.base.load_weights(
+            (f"model.{policy.name_in_base(name)}", one) for name, one in stored.items()
+        )
+        for number, layer in theirs.items():
+            places[number] = layer
 
 
 _WORKS: Works = {
@@ -205,8 +281,10 @@ _WORKS: Works = {
 }
 
 
-def check_start(config: OSPrunerConfig, arguments: Any) -> None:
-    """Refuses a server (SGLang's `ServerArgs`) or a policy that would be wrong, or is untried.
+def check_start(config: OSPrunerConfig, arguments: Any, found: Any) -> None:
+    """Refuses a server (SGLang's `ServerArgs`) or a policy that would be wrong.
+
+    `found` is SGLang's model of the base; None for none.
 
     Raises:
         ValueError: naming what was asked for and what to do; or see `check_policy`.
@@ -219,11 +297,8 @@ def check_start(config: OSPrunerConfig, arguments: Any) -> None:
             "where requests end: start with --disable-prefill-cuda-graph (`ospruner serve` does)"
         )
     check_tuning(config)
-    fits = config.get_text_config().model_type in BASES
-    unfit = None if fits else f"the policy works with {', '.join(BASES)}"
-    check_policy(
-        config, arguments.model_path, "SGLang", unfit, arguments.revision, arguments.download_dir
-    )
+    unfit, where = why_not(config, found), arguments.model_path
+    check_policy(config, where, "SGLang", unfit, arguments.revision, arguments.download_dir)
     if (stored := quantisation(config)) is not None:
         raise ValueError(
             f"the base {config.base_model_name_or_path!r} is quantised "

@@ -21,7 +21,7 @@ from ospruner.serving.sglang.custom_params import (
     server_defaults,
 )
 from ospruner.serving.sglang.sglang_server import sglang_command
-from ospruner.serving.sglang.tapped import BASES, check_start
+from ospruner.serving.sglang.tapped import check_start
 
 PLAIN = {
     **dict.fromkeys(("custom_params", "json_schema", "regex", "ebnf", "structural_tag")),
@@ -190,11 +190,18 @@ GOOD: dict[str, Any] = {
 }
 
 
-def check(fields: dict[str, Any] | None = None, **server: Any) -> None:
+class Tapped:
+    """What is looked at of SGLang's model of a base."""
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """EAGLE-3's tap."""
+
+
+def check(fields: dict[str, Any] | None = None, found: Any = Tapped, **server: Any) -> None:
     """Of a policy on a base that is not there, and a server."""
     known = {"text_config": {"model_type": "qwen2"}, "base_model_name_or_path": "base"}
     config = OSPrunerConfig(**{**known, "tuning": "queries", **(fields or {})})
-    check_start(config, SimpleNamespace(**{**GOOD, **server}))
+    check_start(config, SimpleNamespace(**{**GOOD, **server}), found)
 
 
 def test_servers_in_which_the_policy_works() -> None:
@@ -224,20 +231,20 @@ def test_servers_that_are_refused(name: str, value: Any, advice: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "found", "message"),
     [
-        ({"tuning": "layers"}, "tuning 'layers' and 2 layers; inside SGLang policies of tuning"),
-        ({"tuning": "queries", "num_policy_layers": 0}, "'queries' and 0 layers; inside SGLang"),
-        ({"tuning": "queries", "method": "flashthink"}, "is a verifier, which reads another"),
-        (
-            {"tuning": "queries", "text_config": {"model_type": "olmo2"}},
-            f"is a olmo2; inside SGLang the policy works with {', '.join(BASES)}",
-        ),
+        ({"tuning": "layers"}, Tapped, "tuning 'layers' and 2 layers; inside SGLang policies of"),
+        ({"num_policy_layers": 0}, Tapped, "'queries' and 0 layers; inside SGLang"),
+        ({"method": "flashthink"}, Tapped, "is a verifier, which reads another"),
+        ({}, None, "is a qwen2; inside SGLang there is no Qwen2ForCausalLM"),
+        ({}, object, "Qwen2ForCausalLM has no tap"),
+        ({"text_config": {"model_type": "deepseek_v3"}}, Tapped, "compressed .latent. keys"),
+        ({"text_config": {"model_type": "qwen3_next"}}, Tapped, "keeps states in place of keys"),
     ],
 )
-def test_policies_that_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_policies_that_are_refused(fields: dict[str, Any], found: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(fields)
+        check(fields, found)
 
 
 def save_config(folder: Path, **fields: Any) -> str:

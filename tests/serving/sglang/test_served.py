@@ -1,9 +1,13 @@
 """A policy inside SGLang's real server, in the environment that `make test-sglang` makes."""
 
 import json
+import os
+import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +281,33 @@ def test_chat(url: str) -> None:
     assert "whose box no call fits in" in refused(
         url, "v1/chat/completions", {**chat, "tools": [tool]}
     )
+
+
+CHECKED = """
+import sys
+from transformers import AutoTokenizer
+from ospruner.demo import REASONER
+from tests.families import make_base
+from tests.serving.sglang.bases_checks import check
+
+tokenizer = AutoTokenizer.from_pretrained(REASONER)
+for name in sys.argv[1:]:
+    print("found", name, check(make_base(name, tokenizer), tokenizer))
+"""
+
+
+def test_bases_without_a_server(repo_dir: Path) -> None:
+    """Experts, other layers, layers that are given more, a window that SGLang has not, no tap."""
+    bases = ("qwen3_moe", "phi3", "gemma3_text", "mistral", "granite")
+    known = json.loads((repo_dir / "docs/bases.json").read_text("utf-8"))
+    path = os.pathsep.join([str(repo_dir / "tests/stand_ins"), str(repo_dir)])
+    done = subprocess.run(
+        [str(SGLANG_PYTHON), "-c", CHECKED, *bases],
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path},
+        cwd=repo_dir,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.findall(r"^found (\w+) (\w+)", done.stdout, re.MULTILINE)
+    assert dict(found) == {name: known[name]["sglang"].split()[0].rstrip(":") for name in bases}

@@ -44,7 +44,14 @@ _YARN |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow
 _ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _EXPERTS = {"num_experts_per_tok": 2}
 _MIXED = [f"{one}_attention" for one in ("sliding", "full", "sliding", "full", "sliding")]
-_HYBRID = [f"{one}_attention" for one in ("linear", "full", "linear", "linear", "full", "linear")]
+_KINDS = ("linear", "full", "linear", "linear", "full", "linear")
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [f"{k}_attention" for k in _KINDS],
+}
+_HYBRID |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+_HYBRID_OF_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64} | _EXPERTS | _HYBRID
+_HYBRID_OF_EXPERTS |= {"shared_expert_intermediate_size": 64}
 BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
     "qwen2": {"hidden_size": 128},  # its heads always have hidden_size / num_attention_heads
     "qwen3": {},
@@ -72,10 +79,9 @@ BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
     "granite_swa": {"sliding_window": 32, "layer_types": _MIXED},
     "laguna": {"sliding_window": 32, "layer_types": _MIXED}
     | {"mlp_layer_types": ["dense"] * 5},  # on CPUs vLLM has no router for its experts
-    "qwen3_next": {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 6}
-    | _EXPERTS
-    | {"shared_expert_intermediate_size": 64, "layer_types": _HYBRID}
-    | {"linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    "qwen3_next": _HYBRID_OF_EXPERTS,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID_OF_EXPERTS,
     "cohere2_moe": {"num_experts": 4, "moe_intermediate_size": 64, "sliding_window": 32} | _EXPERTS,
     "mimo_v2_flash": {"n_routed_experts": 4, "moe_intermediate_size": 64} | _EXPERTS,
 }
@@ -84,6 +90,7 @@ REFUSED = {  # what has the tap, and cannot be right
     "mimo_v2_flash": "vLLM's MiMoV2FlashForCausalLM is not made of transformers' configuration",
 }
 RIGHT = [name for name in BASES if name not in REFUSED]
+HYBRID = [name for name, one in BASES.items() if "linear_num_key_heads" in one]
 
 
 def random_base(base_type: str, **sizes: Any) -> PreTrainedModel:
@@ -197,19 +204,20 @@ def test_adapters(make: Callable[..., Policy], tmp_path: Path, base_type: str, t
     check(make(base_type, 2, tuning, adapter_rank=4), tmp_path)
 
 
-@pytest.mark.parametrize("base_type", [one for one in RIGHT if one != "qwen3_next"])
+@pytest.mark.parametrize("base_type", [one for one in RIGHT if one not in HYBRID])
 def test_queries(make: Callable[..., Policy], tmp_path: Path, base_type: str) -> None:
     """Sinks, windows, norms of keys and experts: on the base's pages, where steps end."""
     check(make(base_type, 2, "queries"), tmp_path)
 
 
-def test_a_hybrid(make: Callable[..., Policy], tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_type", HYBRID)
+def test_a_hybrid(make: Callable[..., Policy], tmp_path: Path, base_type: str) -> None:
     """Fresh copies of its layers with keys say what the head says of the base's last states.
 
     In bfloat16, in which alone vLLM computes linear attention on CPUs: transformers is far off.
     """
     alone, copies = (
-        check(make("qwen3_next", n, "queries", fresh=True), tmp_path, dtype="bfloat16", tolerance=1)
+        check(make(base_type, n, "queries", fresh=True), tmp_path, dtype="bfloat16", tolerance=1)
         for n in (0, 2)
     )
     apart = [abs(a - b) for a, b in zip(alone, copies, strict=True)]
