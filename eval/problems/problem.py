@@ -152,10 +152,16 @@ def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
         ) from error
 
 
+def _as_written(fraction: str) -> str:
+    """A fraction's text: 0.0000001, where Python says 1e-07."""
+    if math.isinf(float(fraction)):
+        raise ValueError(f"{fraction} is no finite number")
+    return fraction
+
+
 def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        # Fractions stay as they are written: 0.0000001, where Python says 1e-07.
-        row = json.loads(line.decode("utf-8"), parse_float=str)
+        row = json.loads(line.decode("utf-8"), parse_float=_as_written)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 ({error}); convert the file") from error
     except (ValueError, RecursionError) as error:

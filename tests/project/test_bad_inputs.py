@@ -33,6 +33,7 @@ ROWS = {
     "good": LINE,
     "nan": '{"problem": "p", "answer": NaN}',
     "infinite": '{"problem": "p", "answer": -Infinity}',
+    "too_large": '{"problem": "p", "answer": 1e999}',
     "null": '{"problem": "p", "answer": null}',
     "list_answer": '{"problem": "p", "answer": ["2"]}',
     "bool": '{"problem": "p", "answer": true}',
