@@ -60,6 +60,7 @@ def start(work: Callable[[], object]) -> int:
     if pid:
         torch.set_num_threads(threads)
         return pid
+    torch.set_num_threads(1)  # torch's pool is made again, by one thread before there are others
     code = 1
     try:
         # Workers of pytest-xdist ignore it, and a child inherits that.
