@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,12 @@ def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float =
 
     Stacked experts have three dimensions; each token is sent to some independently of the others.
     """
-    if parameter.ndim != 3:  # (experts, in, out), as transformers stacks them
+    # (experts, in, out), as transformers stacks them; (channels, 1, kernel) is a convolution's.
+    if parameter.ndim != 3 or parameter.shape[1] == 1:
         return 1.0
-    per_token = vars(config.get_text_config())["num_experts_per_tok"] / parameter.shape[0]
-    return float(1 - (1 - per_token) ** tokens)
+    text: Any = config.get_text_config()  # its attributes, for some families map this name
+    chosen = text.top_k_experts if hasattr(text, "top_k_experts") else text.num_experts_per_tok
+    return float(1 - (1 - chosen / parameter.shape[0]) ** tokens)
 
 
 def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:

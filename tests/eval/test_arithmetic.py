@@ -11,7 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GemmaConfig, MistralConfig, Qwen2ForCausalLM
 
+from modeling_ospruner.policy_ospruner import decoder_layers
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.compute import LayerWork, ModelWork
+
+from ..families import ORDINARY, OTHERS, make_base
 
 
 def counted(base: Qwen2ForCausalLM, ids: torch.Tensor, **arguments: Any) -> tuple[int, Any]:
@@ -59,3 +63,18 @@ def test_windows_are_read_from_the_configuration() -> None:
     # A head's width of its own: 2 heads of 32 numbers on a width of 16.
     wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
     assert wide.layers[0].attended == 4 * 2 * 32
+
+
+@pytest.mark.parametrize("family", [*ORDINARY, *OTHERS])
+def test_the_work_of_every_family_is_that_of_its_matrices(family: str, reasoner: Reasoner) -> None:
+    """A token meets every number of a layer but those of experts, and of vectors."""
+    base = make_base(family, reasoner.tokenizer)
+    work = ModelWork.of_config(base.config)
+    for layer, one in zip(decoder_layers(base), work.layers, strict=True):
+        names = dict(layer.named_parameters())
+        met = sum(p.numel() for p in names.values() if p.ndim > 1)
+        experts = sum(p.numel() for name, p in names.items() if p.ndim == 3 and "experts" in name)
+        if experts:
+            assert 2 * (met - experts) < one.token < 2 * met
+        else:
+            assert one.token == 2 * met
