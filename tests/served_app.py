@@ -19,7 +19,8 @@ class ServedApp:
     def __init__(self, app: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", http="h11", ws="none")
+        quiet: Any = {"log_level": "error", "http": "h11", "ws": "none"}
+        config = uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
@@ -33,6 +34,6 @@ class ServedApp:
         self.stop()
 
     def stop(self) -> None:
-        """Ends it; nobody answers any more."""
+        """Ends it; its address then refuses connections."""
         self._server.should_exit = True
         self._thread.join()

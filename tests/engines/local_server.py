@@ -7,19 +7,19 @@ the real ones answered, which test_vllm.py and test_sglang.py check. Faults can 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from transformers import DynamicCache
 
 from ospruner.demo.shipped import Reasoner
+
+from ..served_app import ServedApp
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Generated:
     matched: int | str | None = None
 
 
-class LocalServer:
+class LocalServer(ServedApp):
     """The server; a context manager.
 
     Attributes:
@@ -56,28 +56,7 @@ class LocalServer:
         app = FastAPI()
         app.post("/v1/completions")(self._completions)
         app.post("/generate")(self._generate)
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen()  # so that requests wait while uvicorn's thread starts
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
-        )
-
-    def __enter__(self) -> LocalServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the server; its address then refuses connections."""
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
+        super().__init__(app)
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()

@@ -19,7 +19,7 @@ from ...own_process import needs_vllm, run_checks
 # Of one process, for vLLM takes long to import; the last one puts others in the place of CUDA's.
 CHECKS = {
     "engine": ("plugin_checks", "queries_checks", "graph_checks"),
-    "policies": ("no_engine_checks", "marker_checks", "price_checks"),
+    "policies": ("start_checks", "processor_checks", "marker_checks", "price_checks"),
     "ahead": ("async_checks",),
 }
 
