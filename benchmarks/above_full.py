@@ -15,8 +15,6 @@ and training seeds. "By chance" is what a rule that changes as many answers, for
 exceeds in one of forty: a gain below it says nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

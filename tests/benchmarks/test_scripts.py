@@ -28,7 +28,7 @@ from .conftest import RunScript
 
 
 def test_generate(run_here: RunScript) -> None:
-    small = ("--shape", "tiny", "--trace-tokens", "64", "--runs", "1")
+    small = ("--shape", "tiny", "--runs", "1")
     found, printed = run_here("generate.py", *small, "--seed", "3")
     keys = ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio")
     for key in (*keys, *(f"queries_{key}" for key in keys)):
