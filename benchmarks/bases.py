@@ -104,14 +104,8 @@ def save_random(
 ) -> Qwen2ForCausalLM:
     """Writes a random base into `folder/base`, and an untrained policy on it into `folder/policy`.
 
-    Args:
-        folder: of both.
-        shape: of the base; this and the others see `random_base`.
-        positions: likewise.
-        seed: likewise.
-        dtype: likewise.
-        spread: standard deviation of the head's weights; those that are 0 hide the states.
-        tail: of `untrained`.
+    The head's weights have the standard deviation `spread`; zeros hide the states. `tail` is for
+    `untrained`, the other arguments for `random_base`.
     """
     tokenizer, place = Reasoner().tokenizer, folder / "base"
     base = random_base(shape, tokenizer, positions, seed, dtype)

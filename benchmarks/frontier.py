@@ -20,6 +20,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,19 +53,11 @@ def anneal(run: Path) -> None:
     jobs: dict[str, Job] = {}
     seeds = range(first, first + size.seeds)
     for seed, name in itertools.product(seeds, reversed(ANNEALED_RUNS)):
-        every_price = train_config(run, size, seed)
-        config = StopConfig(
-            str(run / "policies" / f"seed{seed}" / name),
-            head="fixed",
-            prices=list(ANNEALED_RUNS[name]),
-            num_train_epochs=size.epochs // 2,
-            learning_rate=every_price.learning_rate,
-            head_learning_rate=every_price.head_learning_rate,
-            states=every_price.states,
-            seed=seed,
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        every_price, out = train_config(run, size, seed), run / "policies" / f"seed{seed}" / name
+        same = ("learning_rate", "head_learning_rate", "states", "seed", "disable_tqdm", "use_cpu")
+        own: dict[str, Any] = {one: getattr(every_price, one) for one in same}
+        own |= {"prices": list(ANNEALED_RUNS[name]), "num_train_epochs": size.epochs // 2}
+        config = StopConfig(str(out), head="fixed", **own)
         jobs[f"{name}, seed {seed}"] = partial(train_policy, config, *sides)
     with PhaseBars(Console()) as bars, Workers(os.cpu_count() or 1) as workers:
         workers.run(jobs, bars)

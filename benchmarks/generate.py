@@ -148,22 +148,23 @@ class Bench:
             taken = timing.in_turn({name: arm.step for name, arm in arms.items()}, run)
             for name, steps in taken.items():
                 times[name].append(steps[1:])  # without the prompt's
-            self._check(kind, tuning, arms["plain"].result, arms["pruned"].result)
+            if wrong := self._unlike(kind, tuning, *(arm.result for arm in arms.values())):
+                raise RuntimeError(f"{tuning}, batch {batch}: {wrong}")
         first, second = times.values()
         return timing.clock_ratios(*((second, first) if kind == "never" else (first, second)))
 
-    def _check(self, kind: str, tuning: str, plain: torch.Tensor, pruned: torch.Tensor) -> None:
+    def _unlike(self, kind: str, tuning: str, plain: torch.Tensor, pruned: torch.Tensor) -> str:
+        """What is wrong with the tokens of two arms; "" where nothing is."""
         if kind == "never":
             if not torch.equal(plain, pruned):
-                raise RuntimeError(f"a policy ({tuning}) that never stops changed the tokens")
-            if min(len(record.step_ends) for record in self.models[tuning].last_stop) < 2:
-                raise RuntimeError("too few paragraph ends: the trace is too short to measure")
-            return
+                return "a policy that never stops changed the tokens"
+            few = min(len(record.step_ends) for record in self.models[tuning].last_stop) < 2
+            return "too few paragraph ends: the trace is too short to measure" * few
         kept = PROMPT_TOKENS + TRACE_TOKENS // 2
         if pruned.shape[1] != kept + len(self.fmt.forced_suffix()) + ANSWER_TOKENS:
-            raise RuntimeError(f"the stopped rows have {pruned.shape[1]} tokens")
-        if not torch.equal(pruned[:, :kept], plain[:, :kept]):
-            raise RuntimeError(f"a policy ({tuning}) changed the tokens before its stop")
+            return f"the stopped rows have {pruned.shape[1]} tokens"
+        same = torch.equal(pruned[:, :kept], plain[:, :kept])
+        return "a policy changed the tokens before its stop" * (not same)
 
     def tail_over_base(self, tuning: str) -> float:
         """The policy's weights over the base's."""
@@ -175,18 +176,15 @@ class Bench:
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     sizes = {"runs": (6, 2, "timed runs of each pair of arms")}
-    quick = "a third of the runs: two minutes"
-    parser = timing.options(__doc__, quick, before=True, sizes=sizes)
+    parser = timing.options(__doc__, "a third of the runs: two minutes", before=True, sizes=sizes)
     parser.add_argument("--shape", default="512", help="the base's: tiny, 7b, or a width")
     parser.add_argument("--dtype", default="float32", help="the base's")
     parser.add_argument("--attention", default="sdpa", help="its implementation")
     args = timing.parse(parser)
     shape = shape_of(args.shape)
     bench = Bench(shape, args.seed, dtype=args.dtype, attention=args.attention)
-    print(
-        f"{shape}, n=2, prompt {PROMPT_TOKENS} and trace {TRACE_TOKENS} tokens, a paragraph's "
-        f"end every {GAP}; {args.runs} runs, steps in turn\n{timing.environment()}\n"
-    )
+    said = f"prompt {PROMPT_TOKENS} and trace {TRACE_TOKENS} tokens, a paragraph's end every {GAP}"
+    print(f"{shape}, n=2, {said}; {args.runs} runs, steps in turn\n{timing.environment()}\n")
     result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
     cases = ((1, "never"), (1, "half"), (8, "never"))
     for (batch, kind), (tuning, prefix) in itertools.product(cases, TUNINGS.items()):

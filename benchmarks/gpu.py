@@ -77,21 +77,12 @@ def check_train(job: Namespace) -> Found:
     tokenizer, vocabulary = reasoner.tokenizer, len(reasoner.tokenizer)
     base = bases.random_base(shape, tokenizer, 2 * job.trace_tokens, job.seed, job.dtype)
     steps, made = job.trace_tokens // 40, reasoner.label_settings(job.seed)
-    batch = bases.random_traces(
-        job.traces, steps, job.trace_tokens, vocabulary, job.seed, spread=0.0
-    )
+    sizes = (job.traces, steps, job.trace_tokens, vocabulary, job.seed)
+    batch = bases.random_traces(*sizes, spread=0.0)
     few = bases.random_traces(2, 5, 60, vocabulary, job.seed + 1)
-    config = StopConfig(
-        str(job.folder / "run"),
-        head="fixed",
-        prices=[1e-4],
-        batch_size=job.traces,
-        num_train_epochs=1,
-        seed=job.seed,
-        tuning=job.tuning,
-        use_cpu=DEVICE == "cpu",
-        disable_tqdm=True,
-    )
+    own: Found = {"head": "fixed", "prices": [1e-4], "tuning": job.tuning, "seed": job.seed}
+    own |= {"batch_size": job.traces, "num_train_epochs": 1, "use_cpu": DEVICE == "cpu"}
+    config = StopConfig(str(job.folder / "run"), disable_tqdm=True, **own)
     sets = (Labels(traces, made, "") for traces in (batch, few))
     trainer = StopTrainer(config, *sets, model=base, processing_class=tokenizer)
     _, taken = timed(trainer.train)
@@ -129,16 +120,9 @@ def check_parity(job: Namespace) -> Found:
     draw = random.Random(job.seed)
     prompts = [draw.choices(words[1:], k=32) for _ in requests]
     common: Found = {"temperature": 1.0, "logit_bias": dict.fromkeys(words, 100.0)}
-    params = [
-        SamplingParams(
-            **common,
-            detokenize=False,
-            max_tokens=job.tokens,
-            seed=job.seed + i,
-            extra_args={**VLLM_NEVER, "stop_id": f"r{i}"},
-        )
-        for i in requests
-    ]
+    common |= {"detokenize": False, "max_tokens": job.tokens}
+    extra = [{**VLLM_NEVER, "stop_id": f"r{i}"} for i in requests]
+    params = [SamplingParams(**common, seed=i, extra_args=extra[i]) for i in requests]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.generate(asked, params, use_tqdm=False)
     model = OSPrunerForCausalLM.from_pretrained(place, dtype=getattr(torch, job.dtype))

@@ -70,25 +70,18 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
     from ospruner.engines.vllm import VLLMEngine
 
     longest = 64 + max(len(r.prompt_ids) + len(r.trace_ids) for r in requests)
-    engine: Engine = VLLMEngine(
-        str(reasoner.folder),
-        reasoner.tokenizer,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=longest,
-        hf_overrides={"max_position_embeddings": longest},
-    )
+    own: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "max_model_len": longest}
+    own |= {"hf_overrides": {"max_position_embeddings": longest}}
+    engine: Engine = VLLMEngine(str(reasoner.folder), reasoner.tokenizer, **own)
     forked(engine, reasoner, requests)
     return engine.counts.computed / engine.counts.unique
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    sizes = {
-        "limit": (9, 4, "traces of real length, of 10"),
-        "problems": (12, 12, "of the reasoner's own label run"),
-    }
+    sizes = {"limit": (9, 4, "traces of real length, of 10")}
     parser = timing.options(__doc__, "fewer traces: a minute", before=True, sizes=sizes)
+    parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
     args = timing.parse(parser)
     reasoner = Reasoner()
     engine = reasoner.engine
@@ -109,10 +102,8 @@ def main() -> None:
         "same_answers": same / len(ours),
     }
     trace_tokens = sum(len(request.trace_ids) for request in requests)
-    print(
-        f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers; "
-        f"{timing.environment()}\n"
-    )
+    said = f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers"
+    print(f"{said}; {timing.environment()}\n")
     for name, value in result.items():
         print(f"{name:36}{'not installed' if value is None else f'{value:.3f}'}")
     counts = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}

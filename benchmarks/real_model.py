@@ -31,7 +31,6 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 152,000 logits for each row and token, a fifth of the time.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -39,6 +38,7 @@ import shlex
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ import numpy as np
 import timing
 
 from ospruner.calibrating import calibrate
-from ospruner.comparing import Judged
-from ospruner.comparing import compare as compare_labels
+from ospruner.comparing import Judged, compare
 from ospruner.eval.compare import report_of
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.recorded import Recorded
@@ -77,10 +76,11 @@ GRID = tuple(itertools.product((1, 2, 4, 8), (1.0, 0.3)))
 """Of the study "grid": passes, and shares of the rates that `ospruner train` takes."""
 PAPER = {"head": "fixed", "tuning": "layers", "average": 0, "prices": "auto", "num_train_epochs": 1}
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
+NAMED = {"model": "base", "benchmark": "validation", "answer": "forced", "mode": "replay"}
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
-class Commands:
+class RealModel:
     """Runs commands as one would type them, and keeps in `commands.json` what each has cost.
 
     Args:
@@ -91,12 +91,12 @@ class Commands:
         tests: of these the ones to measure on.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args, self.out, self.labels = args, args.out, args.out / "labels"
+        self.states, self.file = args.out / "states", args.out / "commands.json"
         self.sets = {name: n for name, n in zip(PROBLEMS, args.problems, strict=True) if n}
         self.tests = [name for name in self.sets if name not in ("train", "validation")]
         self.out.mkdir(parents=True, exist_ok=True)
-        self.file = self.out / "commands.json"
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, name: str, *words: object, **fields: Any) -> None:
@@ -138,74 +138,148 @@ class Commands:
         (self.out / name).mkdir(parents=True, exist_ok=True)
         return self.out / name / "numbers.json"
 
+    def label(self) -> None:
+        """Labels the sets of problems; those to measure on by other prompts, too, at their end."""
+        args = self.args
+        asked = [(name, name, args.prompt, None) for name in self.sets]
+        beside = itertools.product(self.tests, args.beside)
+        asked += [(name, f"{name}-{prompt}", prompt, NO_STEP) for name, prompt in beside]
+        shared = {one: vars(args)[one] for one in ("engine", "format", "seed", "dtype", "exclude")}
+        shared |= {"temperature": 0.7, "top_p": 1, "chunk": 160, "batch_size": 96}
+        shared["max_thinking_tokens"] = args.max_tokens
+        for name, folder, prompt, stride in asked:
+            dataset, split, file = PROBLEMS[name]
+            own = {"prompt": prompt, "step_stride": stride, "limit": self.sets[name]}
+            own |= {"split": split, "files": args.files and args.files / f"{file}.jsonl.gz"}
+            words = ("label", "--base", args.base, "--dataset", dataset)
+            out = str(self.labels / folder)
+            self.run(f"label {folder}", "ospruner", *words, "--out", out, **shared, **own)
 
-def label(commands: Commands) -> None:
-    """Labels the sets of problems; those to measure on by other prompts, too, at their end."""
-    args = commands.args
-    asked = [(name, name, args.prompt, None) for name in commands.sets]
-    beside = itertools.product(commands.tests, args.beside)
-    asked += [(name, f"{name}-{prompt}", prompt, NO_STEP) for name, prompt in beside]
-    shared = {one: vars(args)[one] for one in ("engine", "format", "seed", "dtype", "exclude")}
-    shared |= {"temperature": 0.7, "top_p": 1, "chunk": 160, "batch_size": 96}
-    for name, folder, prompt, stride in asked:
-        dataset, split, file = PROBLEMS[name]
-        commands.run(
-            f"label {folder}",
-            *("ospruner", "label", "--base", args.base, "--dataset", dataset),
-            *("--out", str(commands.labels / folder)),
-            **shared,
-            prompt=prompt,
-            step_stride=stride,
-            max_thinking_tokens=args.max_tokens,
-            limit=commands.sets[name],
-            split=split,
-            files=args.files and args.files / f"{file}.jsonl.gz",
+    def train_one(self, name: str, seed: int, **fields: Any) -> Path:
+        """Trains a policy, on states of the base that all policies of its tail share."""
+        out, bf16 = self.out / "policies" / name, self.args.dtype == "bfloat16" or None
+        fields |= {"base": self.args.base, "seed": seed, "states": self.states, "bf16": bf16}
+        sides = ("--labels", self.labels / "train", "--validation", self.labels / "validation")
+        self.run(f"train {name}", "ospruner", "train", *sides, "--out", str(out), **fields)
+        return out
+
+    def train(self) -> list[Path]:
+        """Trains the policies of every price and the baselines."""
+        args, first = self.args, self.args.seed
+        seeds = range(first, first + args.seeds)
+        policies = [self.train_one(f"price-{seed}", seed) for seed in seeds]
+        if args.verifier:
+            judge = {"method": "flashthink", "verifier": args.verifier}
+            policies.append(self.train_one("flashthink", first, **judge))
+        plain = [self.train_one(name, first, method=name) for name in BASELINES]
+        if "grid" not in args.studies:
+            return policies + plain
+        validation = Judged(self.labels / "validation", args.base, states=self.states)
+        return policies + [self.tuned(validation, one) for one in plain]
+
+    def tuned(self, validation: Judged, plain: Path) -> Path:
+        """A baseline with the passes and rates of the largest area on validation."""
+        name = plain.name
+        settings = json.loads((plain / "run.json").read_text("utf-8"))["settings"]
+        places = {f"{settings['num_train_epochs']:g} passes": plain}
+        for passes, share in GRID:
+            fields = {one: share * settings[one] for one in ("learning_rate", "head_learning_rate")}
+            fields |= {"method": name, "num_train_epochs": passes}
+            tried = self.train_one(f"{name}-{passes}-{share:g}", self.args.seed, **fields)
+            places[f"{passes} passes, {share:g} of the rates"] = tried
+        areas = {what: validation_area(validation, policy) for what, policy in places.items()}
+        for what, area in areas.items():
+            print(f"{name}, {what}: area on validation {100 * area:.2f} %", flush=True)
+        self.numbers(f"grid/{name}").write_text(json.dumps(areas, indent=1), "utf-8")
+        return places[max(areas, key=areas.__getitem__)]
+
+    def compare_one(
+        self, out: str, test: str, policies: Sequence[Path], rules: Sequence[str] = ()
+    ) -> None:
+        """Compares policies and rules on a set of test problems, chosen on validation."""
+        labels, base = self.labels, self.args.base
+        beside = ", ".join(str(labels / f"{test}-{prompt}") for prompt in self.args.beside)
+        self.run(
+            out,
+            *("ospruner", "compare", labels / test, *policies, *rules, "--prices", "all"),
+            *("--choose-on", labels / "validation", "--base", base, "--states", self.states),
+            *("--out", str(self.out / out), "--json", self.numbers(out)),
+            rewards_at=GAPS,
+            beside=f"[{beside}]" if beside else None,
+            train=labels / "train",
+            benchmark=test,
         )
 
+    def compare(self, policies: Sequence[Path]) -> None:
+        """Whole methods, and rules at fixed thresholds, on the test problems."""
+        for test in self.tests:
+            self.compare_one(f"frontier/{test}", test, policies, self.args.rules)
+            self.compare_one(f"replay/{test}", test, policies, FREE)
+        if "paper" in self.args.studies:
+            policy = self.train_one("paper/annealed", self.args.seed, **PAPER)
+            self.compare_one("studies/paper/annealed", self.tests[0], [policy])
 
-def train_one(commands: Commands, name: str, seed: int, **fields: Any) -> Path:
-    """Trains a policy, on states of the base that all policies of its tail share; its folder."""
-    args, labels, out = commands.args, commands.labels, commands.out / "policies" / name
-    fields |= {"base": args.base, "seed": seed, "states": commands.out / "states"}
-    commands.run(
-        f"train {name}",
-        *("ospruner", "train", "--labels", labels / "train"),
-        *("--validation", labels / "validation", "--out", str(out)),
-        **fields,
-        bf16=args.dtype == "bfloat16" or None,
-    )
-    return out
+    def promises(self, policy: Path) -> None:
+        """What validation can promise of a policy, and whether the first test problems keep it."""
+        validation, test = (str(self.labels / one) for one in ("validation", self.tests[0]))
+        more: dict[str, Any] = {"base": str(self.args.base), "states": self.states}
+        found = {}
+        for most in LOSSES:
+            made = calibrate(policy, validation, most, **more)
+            found[f"{most:g}"] = said = {**vars(made), "kept": None}
+            if made.value is not None:
+                frame = compare(test, [f"{policy}@.5"], prices=[made.value], **more).frame
+                full, ours = frame["accuracy"][:2]
+                said |= {"test_loss": full - ours, "test_saved": frame["reduction"][1]}
+                said["kept"] = bool(full - ours <= most)
+            told = f"promise of {100 * most:g} points: {made.told(most, 0.95)}; {said['kept']}"
+            print(told, flush=True)
+        self.numbers("promises").write_text(json.dumps(found, indent=1), "utf-8")
 
+    def seconds(self) -> None:
+        """Seconds in vLLM and in transformers; and what each engine does while it labels."""
+        args, labels = self.args, self.labels / "gsm8k"
+        policy, seed = self.out / f"policies/price-{args.seed}", ("--seed", args.seed)
+        self.run(
+            "served gsm8k",
+            *("serve.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
+            *("--dtype", args.dtype, "--requests", 64, "--rounds", 1),
+            *("--json", self.numbers("served")),
+        )
+        self.run(
+            "online gsm8k",
+            *("ospruner", "compare", labels, policy, "--online", "--base", args.base),
+            *("--limit", 16, "--samples", 1, *seed, "--out", str(self.out / "online")),
+            *("--json", self.numbers("online")),
+            batch_problems=8,
+        )
+        file = args.files and args.files / "gsm8k_train.jsonl.gz"
+        self.run(
+            "engines",
+            *("engines.py", "--base", args.base, "--format", args.format, "--prompt", args.prompt),
+            *("--dataset", *([file] if file else ["gsm8k", "--split", "train"])),
+            *("--limit", 32, *seed, "--arms", *ARMS, "--json", self.numbers("engines")),
+        )
 
-def train(commands: Commands) -> list[Path]:
-    """Trains the policies of every price and the baselines."""
-    args, first = commands.args, commands.args.seed
-    seeds = range(first, first + args.seeds)
-    policies = [train_one(commands, f"price-{seed}", seed) for seed in seeds]
-    if args.verifier:
-        judge = {"method": "flashthink", "verifier": args.verifier}
-        policies.append(train_one(commands, "flashthink", first, **judge))
-    plain = [train_one(commands, name, first, method=name) for name in BASELINES]
-    if "grid" not in args.studies:
-        return policies + plain
-    validation = Judged(commands.labels / "validation", args.base, states=commands.out / "states")
-    return policies + [tuned(commands, validation, one) for one in plain]
-
-
-def tuned(commands: Commands, validation: Judged, plain: Path) -> Path:
-    """A baseline of the passes and rates with the largest area on validation; prints the curve."""
-    name, settings = plain.name, json.loads((plain / "run.json").read_text("utf-8"))["settings"]
-    places = {f"{settings['num_train_epochs']:g} passes": plain}
-    for passes, share in GRID:
-        fields = {one: share * settings[one] for one in ("learning_rate", "head_learning_rate")}
-        fields |= {"method": name, "num_train_epochs": passes}
-        tried = train_one(commands, f"{name}-{passes}-{share:g}", commands.args.seed, **fields)
-        places[f"{passes} passes, {share:g} of the rates"] = tried
-    areas = {what: validation_area(validation, policy) for what, policy in places.items()}
-    for what, area in areas.items():
-        print(f"{name}, {what}: area on validation {100 * area:.2f} %", flush=True)
-    commands.numbers(f"grid/{name}").write_text(json.dumps(areas, indent=1), "utf-8")
-    return places[max(areas, key=areas.__getitem__)]
+    def collect(self) -> dict[str, Any]:
+        """Everything that was measured, as one JSON object."""
+        places = {name: self.labels / name for name in self.sets}
+        made = {name: vars(read_provenance(place)) for name, place in places.items()}
+        found: dict[str, Any] = {
+            "commands": self.kept,
+            "seed": self.args.seed,
+            "label_settings": load_labels(places["train"]).settings.to_dict(),
+            "problems": {name: stats_of(one) | shape_of(one) for name, one in places.items()},
+            "made_by": {name: {key: of[key] for key in MADE_BY} for name, of in made.items()},
+        }
+        for file in sorted(self.out.glob("*/**/numbers.json")):
+            kind, *name = file.relative_to(self.out).parts[:-1]
+            numbers = json.loads(file.read_text("utf-8"))
+            if kind in ("served", "engines", "promises"):
+                found[kind] = numbers
+            else:
+                found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers
+        return found
 
 
 def validation_area(validation: Judged, policy: Path) -> float:
@@ -213,83 +287,8 @@ def validation_area(validation: Judged, policy: Path) -> float:
     uses = parse_policies([str(policy)])
     said = {uses[0].path: validation.said(uses[0])}
     split = dataclasses.replace(validation.split, policies=said, rules={}, beside={})
-    settings = {"model": "base", "benchmark": "validation", "answer": "forced", "mode": "replay"}
-    one = Recorded(methods=uses, splits=[split, split], settings=settings, replicates=1)
+    one = Recorded(methods=uses, splits=[split, split], settings=NAMED, prices=(), replicates=1)
     return float(report_of(one).frontiers["validation_area"][0])
-
-
-def compare_one(
-    commands: Commands, out: str, test: str, policies: Sequence[Path], rules: Sequence[str]
-) -> None:
-    """Compares policies and rules on a set of test problems, chosen on validation."""
-    labels = commands.labels
-    beside = ", ".join(str(labels / f"{test}-{prompt}") for prompt in commands.args.beside)
-    commands.run(
-        out,
-        *("ospruner", "compare", labels / test, *policies, *rules),
-        *("--choose-on", labels / "validation", "--base", commands.args.base),
-        *("--prices", "all", "--states", commands.out / "states", "--out", str(commands.out / out)),
-        *("--json", commands.numbers(out)),
-        rewards_at=GAPS,
-        beside=f"[{beside}]" if beside else None,
-        train=labels / "train",
-        benchmark=test,
-    )
-
-
-def compare(commands: Commands, policies: Sequence[Path]) -> None:
-    """Whole methods, and rules at fixed thresholds, on the test problems."""
-    for test in commands.tests:
-        compare_one(commands, f"frontier/{test}", test, policies, commands.args.rules)
-        compare_one(commands, f"replay/{test}", test, policies, FREE)
-    if "paper" in commands.args.studies:
-        policy = train_one(commands, "paper/annealed", commands.args.seed, **PAPER)
-        compare_one(commands, "studies/paper/annealed", commands.tests[0], [policy], [])
-
-
-def promises(commands: Commands, policy: Path) -> None:
-    """What validation can promise of a policy, and whether the first test problems keep it."""
-    validation, test = (str(commands.labels / n) for n in ("validation", commands.tests[0]))
-    more: dict[str, Any] = {"base": str(commands.args.base), "states": commands.out / "states"}
-    found = {}
-    for most in LOSSES:
-        made = calibrate(policy, validation, most, **more)
-        found[f"{most:g}"] = said = {**dataclasses.asdict(made), "kept": None}
-        if made.value is not None:
-            frame = compare_labels(test, [f"{policy}@.5"], prices=[made.value], **more).frame
-            full, ours = frame["accuracy"][:2]
-            said |= {"test_loss": full - ours, "test_saved": frame["reduction"][1]}
-            said["kept"] = bool(full - ours <= most)
-        told = f"promise of {100 * most:g} points: {made.told(most, 0.95)}; {said['kept']}"
-        print(told, flush=True)
-    commands.numbers("promises").write_text(json.dumps(found, indent=1), "utf-8")
-
-
-def seconds(commands: Commands) -> None:
-    """Seconds, in vLLM and in transformers; and what each engine does a second while it labels."""
-    args, labels = commands.args, commands.labels / "gsm8k"
-    policy = commands.out / f"policies/price-{args.seed}"
-    commands.run(
-        "served gsm8k",
-        *("serve.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
-        *("--dtype", args.dtype, "--requests", 64, "--rounds", 1),
-        *("--json", commands.numbers("served")),
-    )
-    commands.run(
-        "online gsm8k",
-        *("ospruner", "compare", labels, policy, "--online", "--base", args.base),
-        *("--limit", 16, "--samples", 1, "--seed", args.seed),
-        *("--out", str(commands.out / "online"), "--json", commands.numbers("online")),
-        batch_problems=8,
-    )
-    file = args.files and args.files / "gsm8k_train.jsonl.gz"
-    commands.run(
-        "engines",
-        *("engines.py", "--base", args.base, "--format", args.format, "--prompt", args.prompt),
-        *("--dataset", *([file] if file else ["gsm8k", "--split", "train"])),
-        *("--limit", 32, "--seed", args.seed, "--arms", *ARMS),
-        *("--json", commands.numbers("engines")),
-    )
 
 
 def shape_of(labels: Path) -> dict[str, Any]:
@@ -314,27 +313,6 @@ def shape_of(labels: Path) -> dict[str, Any]:
     }
 
 
-def collect(commands: Commands) -> dict[str, Any]:
-    """Everything that was measured, as one JSON object."""
-    out, labels = commands.out, commands.labels
-    records = {name: vars(read_provenance(labels / name)) for name in commands.sets}
-    found: dict[str, Any] = {
-        "commands": commands.kept,
-        "seed": commands.args.seed,
-        "label_settings": load_labels(labels / "train").settings.to_dict(),
-        "problems": {n: stats_of(labels / n) | shape_of(labels / n) for n in commands.sets},
-        "made_by": {name: {key: of[key] for key in MADE_BY} for name, of in records.items()},
-    }
-    for file in sorted(out.glob("*/**/numbers.json")):
-        kind, *name = file.relative_to(out).parts[:-1]
-        numbers = json.loads(file.read_text("utf-8"))
-        if kind in ("served", "engines", "promises"):
-            found[kind] = numbers
-        else:
-            found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers
-    return found
-
-
 def main() -> None:
     """Runs everything that is not yet there, and writes all numbers as one JSON object."""
     parser = timing.options(__doc__)
@@ -356,15 +334,15 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", default=[], help="other prompts: rows of the tables")
     parser.add_argument("--verifier", type=Path, help="another model, for a row of FlashThink")
     parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
-    commands = Commands(timing.parse(parser))
-    label(commands)
-    if commands.args.only != "labels":
-        policies = train(commands)
-        compare(commands, policies)
-        promises(commands, policies[0])
-    if commands.args.only is None:
-        seconds(commands)
-    timing.print_last_line(collect(commands), commands.args.json)
+    one = RealModel(timing.parse(parser))
+    one.label()
+    if one.args.only != "labels":
+        policies = one.train()
+        one.compare(policies)
+        one.promises(policies[0])
+    if one.args.only is None:
+        one.seconds()
+    timing.print_last_line(one.collect(), one.args.json)
 
 
 if __name__ == "__main__":

@@ -111,15 +111,10 @@ class Arms:
 
     def __init__(self, case: Case, streams: int, dtype: str) -> None:
         longest = max(map(len, case.prompts)) + case.max_tokens
-        arguments: dict[str, Any] = {  # no prefix caching: each run computes its prompts
-            "dtype": dtype,
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_num_seqs": streams,
-            "max_model_len": -(-longest // 32) * 32,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-        }
+        arguments: dict[str, Any] = {"dtype": dtype, "max_model_len": -(-longest // 32) * 32}
+        arguments |= {"enforce_eager": True, "block_size": 32, "max_num_seqs": streams}
+        # No prefix caching: each run computes its prompts.
+        arguments |= {"enable_prefix_caching": False, "disable_log_stats": True}
         asked = {"ospruner": {"stop_policy": False}}  # each arm says what it wants
         plain = LLM(model=str(case.base), **arguments).llm_engine
         ours = LLM(model=str(case.policy), additional_config=asked, **arguments).llm_engine
@@ -137,15 +132,10 @@ class Arms:
         def begun(name: str) -> Callable[[], bool]:
             """An arm's next step, once all requests wait in its engine."""
             engine, settings = self.arms[name]
+            common = {**self.case.sampling, "max_tokens": limit or self.case.max_tokens}
+            common |= {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
             for i, prompt in enumerate(self.case.prompts):
-                params = SamplingParams(
-                    **self.case.sampling,
-                    seed=i,
-                    max_tokens=limit or self.case.max_tokens,
-                    detokenize=False,
-                    extra_args={**settings},
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                params = SamplingParams(**common, seed=i, extra_args={**settings})
                 engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
 
             def step() -> bool:
@@ -249,10 +239,8 @@ def host_times(seed: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     quick = "the random base alone, half as long, one round: three minutes"
-    sizes = {
-        "rounds": (2, 1, "timed runs of each arm"),
-        "tokens": (192, 96, "a request, of the random base"),
-    }
+    sizes = {"rounds": (2, 1, "timed runs of each arm")}
+    sizes |= {"tokens": (192, 96, "a request, of the random base")}
     parser = timing.options(__doc__, quick, before=True, sizes=sizes)
     parser.add_argument("--shape", default="512", help="the random base's: tiny, 7b, or a width")
     parser.add_argument("--streams", type=int, default=STREAMS, help="at a time")
@@ -267,8 +255,8 @@ def main() -> None:
     parser.add_argument("--host-time", action="store_true", help="the plug-in's own, no engine")
     args = timing.parse(parser)
     if args.host_time:
-        found = host_times(args.seed, 1 if args.quick else HOST_ROUNDS)
-        timing.print_last_line(found, args.json)
+        rounds = 1 if args.quick else HOST_ROUNDS
+        timing.print_last_line(host_times(args.seed, rounds), args.json)
         return
     if args.policy and args.labels is None:
         parser.error("--policy needs --labels, whose prompts both engines are given")

@@ -39,13 +39,15 @@ def serving(case: Case, dtype: str) -> Iterator[str]:
     sys.path.append(str(timing.HERE))
     from tests.server_process import free_port, running_server
 
-    port = str(free_port())
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(case.policy), "--opt-in"]
-    command += ["--host", "127.0.0.1", "--port", port, "--served-model-name", "policy"]
-    command += ["--dtype", dtype, "--max-model-len", "1024", "--block-size", "32"]
-    # Otherwise the second pass would find the first one's prompts computed.
-    command += ["--no-enable-prefix-caching", *(["--enforce-eager"] if DEVICE == "cpu" else [])]
+    # Prefix caching off: the second pass would find the first one's prompts computed.
+    asked = (
+        f"serve {case.policy} --opt-in --host 127.0.0.1 --port {port} --served-model-name policy"
+    )
+    asked += f" --dtype {dtype} --max-model-len 1024 --block-size 32 --no-enable-prefix-caching"
+    asked += " --enforce-eager" if DEVICE == "cpu" else ""
+    command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
     # The server has an engine process; `serve` turned that off for engines of its own.
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with running_server(command, url, processes, case.policy.with_name("server.log")):
@@ -65,42 +67,29 @@ def send(
         RuntimeError: a request failed.
     """
     tokenizer = AutoTokenizer.from_pretrained(case.policy)
-    asked = [user_message(one, guess(tokenizer)) for one in draw_split("test", requests, 0)]
+    chats = [user_message(one, guess(tokenizer)) for one in draw_split("test", requests, 0)]
     problems = case.policy.with_name("problems.jsonl")
-    problems.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
+    problems.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in chats))
+    asked = f"--backend openai-chat --endpoint /v1/chat/completions --base-url {url} --seed {seed}"
+    asked += f" --model {case.policy} --served-model-name policy --skip-chat-template"
+    asked += f" --dataset-name custom --dataset-path {problems} --num-prompts {requests}"
+    asked += f" --custom-output-len {case.max_tokens} --max-concurrency {streams} --disable-tqdm"
+    asked += (
+        f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99 --save-detailed"
+    )
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    told = {
-        "backend": "openai-chat",
-        "endpoint": "/v1/chat/completions",
-        "base-url": url,
-        "model": case.policy,
-        "served-model-name": "policy",
-        "dataset-name": "custom",
-        "dataset-path": problems,
-        "custom-output-len": case.max_tokens,
-        "num-prompts": requests,
-        "max-concurrency": streams,
-        "seed": seed,
-        "percentile-metrics": ",".join(MEASURES),
-        "metric-percentiles": "50,99",
-        "extra-body": json.dumps(body),
-    }
-    arguments = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-    arguments += ["--skip-chat-template", "--disable-tqdm", "--save-detailed"]
+    arguments = parser.parse_args([*asked.split(), "--extra-body", json.dumps(body)])
     with contextlib.redirect_stdout(sys.stderr):
-        result = generate_load(parser.parse_args(arguments))
+        result = generate_load(arguments)
     if result["failed"]:
         raise RuntimeError(f"{result['failed']} of {requests} requests failed: {result['errors']}")
-    names = [(measure, percent) for measure in MEASURES for percent in (50, 99)]
-    found: dict[str, Any] = {f"{m}_p{p}_ms": round(result[f"p{p}_{m}_ms"], 1) for m, p in names}
     answers = tokenizer(result["generated_texts"], add_special_tokens=False).input_ids
     tokens = result["total_output_tokens"]
-    found |= {"tokens_per_second": round(result["output_throughput"], 1)}
-    return found | {
-        "generated_tokens": tokens,
-        "thinking_tokens": tokens - sum(map(len, answers)),
-    }
+    found = {f"{m}_p{p}_ms": result[f"p{p}_{m}_ms"] for m in MEASURES for p in (50, 99)}
+    found["tokens_per_second"] = result["output_throughput"]
+    found = {name: round(value, 1) for name, value in found.items()}
+    return {**found, "generated_tokens": tokens, "thinking_tokens": tokens - sum(map(len, answers))}
 
 
 def measure(case: Case, args: Any) -> dict[str, Any]:
@@ -110,16 +99,13 @@ def measure(case: Case, args: Any) -> dict[str, Any]:
     told: dict[str, Any] = {}
     with serving(case, args.dtype) as url:
         for streams in args.streams:
-            requests = args.requests or 3 * streams
+            requests, how = args.requests or 3 * streams, (streams, args.seed)
             for body in bodies.values():
-                send(url, case, body, min(requests, streams), streams, args.seed)  # warms up
-            told[str(streams)] = {
-                arm: send(url, case, body, requests, streams, args.seed)
-                for arm, body in bodies.items()
-            }
-            print(f"{case.name}: {requests} requests, {streams} at a time")
-            table = pd.DataFrame(told[str(streams)])
+                send(url, case, body, min(requests, streams), *how)  # warms up
+            found = {arm: send(url, case, body, requests, *how) for arm, body in bodies.items()}
+            table = pd.DataFrame(told.setdefault(str(streams), found))
             table["on/off"] = table["on"] / table["off"]
+            print(f"{case.name}: {requests} requests, {streams} at a time")
             print(table.round(2).to_string(), flush=True)
     return told
 

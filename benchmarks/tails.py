@@ -74,20 +74,13 @@ class Study:
         """The folder of a policy of a form, at a multiple of the layers' default learning rate."""
         out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
         if not has_ended(out):
-            own = {"limit": self.args.limit, **self.forms[form]}
+            own: dict[str, Any] = {"limit": self.args.limit, **self.forms[form]}
             if rate != 1:  # of the layers alone: the head keeps the rate of the rule
                 first = record_of(self.trained(form, 1, self.seeds[0]))["settings"]
                 own["learning_rate"] = rate * first["learning_rate"]
                 own["head_learning_rate"] = first["head_learning_rate"]
-            config = StopConfig(
-                str(out),
-                base=str(self.args.base),
-                seed=seed,
-                states=str(self.states),
-                disable_tqdm=True,
-                bf16=self.args.bf16 or None,
-                **own,
-            )
+            own |= {"base": str(self.args.base), "states": str(self.states), "seed": seed}
+            config = StopConfig(str(out), bf16=self.args.bf16 or None, disable_tqdm=True, **own)
             splits = (str(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
         return out
