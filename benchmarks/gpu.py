@@ -33,7 +33,7 @@ import timing
 import torch
 from bases import DEVICE, VLLM_NEVER
 from timing import timed
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
@@ -174,7 +174,7 @@ def run_child(name: str, folder: Path, seconds: float) -> Found:
 def main() -> None:
     """Runs the checks in turn; the last line is JSON."""
     parser = timing.options(__doc__)
-    tiny = {"action": "store_const", "dest": "shape", "const": "tiny", "default": "7b"}
+    tiny: Found = {"action": "store_const", "dest": "shape", "const": "tiny", "default": "7b"}
     parser.add_argument("--tiny", **tiny, help="tiny sizes: minutes on a CPU")
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=[*CHECKS], help="these checks")

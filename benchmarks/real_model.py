@@ -141,7 +141,7 @@ class RealModel:
     def label(self) -> None:
         """Labels the sets of problems; those to measure on by other prompts, too, at their end."""
         args = self.args
-        asked = [(name, name, args.prompt, None) for name in self.sets]
+        asked: list[Any] = [(name, name, args.prompt, None) for name in self.sets]
         beside = itertools.product(self.tests, args.beside)
         asked += [(name, f"{name}-{prompt}", prompt, NO_STEP) for name, prompt in beside]
         shared = {one: vars(args)[one] for one in ("engine", "format", "seed", "dtype", "exclude")}
@@ -320,7 +320,11 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
-    sets = {"nargs": 4, "type": int, "metavar": ("TRAIN", "VALIDATION", "GSM8K", "MATH")}
+    sets: dict[str, Any] = {
+        "nargs": 4,
+        "type": int,
+        "metavar": ("TRAIN", "VALIDATION", "GSM8K", "MATH"),
+    }
     parser.add_argument("--problems", **sets, default=[800, 200, 300, 60], help="of each set")
     parser.add_argument("--seeds", type=int, default=1, help="of training, for our policy")
     parser.add_argument("--studies", nargs="+", choices=("paper", "grid"), default=[])
