@@ -31,7 +31,6 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 152,000 logits for each row and token, a fifth of the time.
 """
 
-import dataclasses
 import itertools
 import json
 import shlex
@@ -48,9 +47,12 @@ import timing
 
 from ospruner.calibrating import calibrate
 from ospruner.comparing import Judged, compare
-from ospruner.eval.compare import report_of
+from ospruner.eval.evaluation import Rule
+from ospruner.eval.frontiers import frontiers
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.measured import family_thresholds
 from ospruner.eval.methods import parse_policies
-from ospruner.eval.recorded import Recorded
+from ospruner.eval.replay import replay
 from ospruner.eval.table import TraceTable
 from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.labels.loading import load_labels
@@ -76,7 +78,6 @@ GRID = tuple(itertools.product((1, 2, 4, 8), (1.0, 0.3)))
 """Of the study "grid": passes, and shares of the rates that `ospruner train` takes."""
 PAPER = {"head": "fixed", "tuning": "layers", "average": 0, "prices": "auto", "num_train_epochs": 1}
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
-NAMED = {"model": "base", "benchmark": "validation", "answer": "forced", "mode": "replay"}
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
@@ -284,11 +285,15 @@ class RealModel:
 
 def validation_area(validation: Judged, policy: Path) -> float:
     """The area under a classifier's frontier on the traces that choose."""
-    uses = parse_policies([str(policy)])
-    said = {uses[0].path: validation.said(uses[0])}
-    split = dataclasses.replace(validation.split, policies=said, rules={}, beside={})
-    one = Recorded(methods=uses, splits=[split, split], settings=NAMED, prices=(), replicates=1)
-    return float(report_of(one).frontiers["validation_area"][0])
+    (use, *_), table = parse_policies([str(policy)]), validation.split.table
+    said = validation.said(use).probabilities()
+    free = np.arange(said.shape[1]) < table.last[:, None]
+    rules = []
+    for value in family_thresholds(LEARN_STOP, np.where(free, said, np.nan)):
+        outcome = replay(table, said, value)
+        rules.append(Rule(use.method, outcome, value, "threshold", validation=(outcome,)))
+    found, _ = frontiers({use.method: rules}, table, table, replicates=1)
+    return float(found["validation_area"][0])
 
 
 def shape_of(labels: Path) -> dict[str, Any]:
