@@ -15,24 +15,20 @@ and training seeds. "By chance" is what a rule that changes as many answers, for
 exceeds in one of forty: a gain below it says nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import timing
 from rich.console import Console
-from tails import Study, interval, options
+from tails import Forms, Study, interval, options
 
 from ospruner.eval.replay import hindsight_oracle, replay
-from ospruner.eval.table import FloatArray
+from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.progress import PhaseBars
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.prices import automatic_range
-from ospruner.train.traces import LabelledTraces
 
 VOTES = (3, 5, 10**6)
 """Of how many last steps the answers are counted."""
@@ -77,8 +73,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, nargs="+", default=[8, 32])
     args = timing.parse(parser)
     train = load_labels(args.run / "labels" / "train")
-    low, _ = automatic_range(LabelledTraces.from_dataset(train.traces).table)
-    forms: dict[str, dict[str, Any]] = {
+    low, _ = automatic_range(TraceTable.from_dataset(train.traces))
+    forms: Forms = {
         f"policy, {n} passes": {"head": "fixed", "prices": [low, 0.0], "num_train_epochs": n}
         for n in args.passes
     }

@@ -7,8 +7,6 @@ Each seed is an `ospruner demo` of its own, from nothing; a stopped one continue
 are finished are only read.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +20,12 @@ from ospruner.eval.results import RESULTS_FILE, Results
 
 def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
     """What one seed's demo says of itself; it is run where it is not finished."""
-    if (
-        not (folder / "side_by_side.json").is_file()
-        or not (folder / "report" / RESULTS_FILE).is_file()
-    ):
+    results = folder / "report" / RESULTS_FILE
+    if not all(file.is_file() for file in (folder / "side_by_side.json", results)):
         command = [sys.executable, "-m", "ospruner.cli", "demo", "--out", str(folder)]
         command += ["--seed", str(seed), *([] if size == "standard" else [f"--{size}"])]
         subprocess.run(command, check=True)
-    about = Results.read(folder / "report" / RESULTS_FILE).about
+    about = Results.read(results).about
     if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):
         raise SystemExit(f"{folder} holds a demo of another seed or size: choose another --out")
     return dict(about)

@@ -7,8 +7,6 @@ trace of each, up to a cap, and forces an answer after every step. The rate is t
 tokens; the time holds the prompts' and the forced answers', but not the engine's start.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -18,9 +16,7 @@ from typing import Any
 
 import timing
 
-from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
-from ospruner.eval.problems.registry import open_task
-from ospruner.eval.schema import LabelSettings
+from ospruner.engines.opening import load_tokenizer, open_engine
 from ospruner.train.labels.label import LabelConfig, load_run_problems, read_format
 from ospruner.train.labels.making import Labeller, label_problems
 
@@ -28,26 +24,21 @@ from ospruner.train.labels.making import Labeller, label_problems
 def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """Labels all problems but the first, which is labelled before to start the engine."""
     name, _, dtype = arm.partition(":")
-    settings = LabelSettings(
-        base_model=args.base,
-        temperature=0.7,
-        top_p=1.0,
-        seed=args.seed,
-        max_new_tokens=args.max_tokens,
-        task={"name": "math", "prompt": args.prompt},
-    )
-    task = open_task(settings.task)
-    tokenizer = load_tokenizer(args.base)
-    plain = LabelConfig(format=args.format, step_tokens=0)
-    fmt = read_format(plain, tokenizer, task)
-    asked = LabelConfig(dataset=args.dataset, split=args.split, limit=args.limit + 1)
-    first, *others = load_run_problems(asked).problems
-    options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")
-    engine = open_engine(name, tokenizer, options)
+    given = ("base", "dataset", "split", "format", "prompt", "seed")
+    asked: dict[str, Any] = {one: vars(args)[one] for one in given}
+    asked |= {"limit": args.limit + 1, "batch_size": args.limit, "dtype": dtype or "auto"}
+    asked |= {"temperature": 0.7, "top_p": 1.0, "step_tokens": 0}
+    config = LabelConfig(**asked, max_thinking_tokens=args.max_tokens)
+    task, tokenizer = config.open_task(), load_tokenizer(args.base)
+    fmt = read_format(config, tokenizer, task)
+    labeller = Labeller(tokenizer, fmt, config.settings(task, fmt), task)
+    first, *others = load_run_problems(config).problems
+    engine = open_engine(name, tokenizer, config.engine_options())
     with tempfile.TemporaryDirectory() as folder:
-        labeller, out = Labeller(tokenizer, fmt, settings), Path(folder, "others")
         label_problems([first], engine, labeller, Path(folder, "first"))
-        made, taken = timing.timed(lambda: label_problems(others, engine, labeller, out))
+        made, taken = timing.timed(
+            lambda: label_problems(others, engine, labeller, Path(folder, "others"))
+        )
         tokens = sum(map(len, made["trace_ids"]))
     seconds, rate = round(taken.wall_seconds, 3), round(tokens / taken.wall_seconds, 1)
     print(f"{arm}: {tokens} thinking tokens, {rate} a second", flush=True)

@@ -11,8 +11,6 @@ compared. `unique` are the tokens that cannot be shared. Where vLLM is installed
 same traces, from blocks of 32 tokens on a CPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -21,27 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import timing
+from bases import reasoner_prompts
 from timing import Timed
 
-from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner
-from ospruner.engines.interface import (
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    SamplingSettings,
-    TokenCount,
-)
+from ospruner.engines.interface import Engine, ForkRequest, SamplingSettings, TokenCount
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 
 
 def forked(
-    engine: Engine, fmt: TokenFormat, requests: Sequence[ForkRequest]
-) -> tuple[list[list[ForkedAnswer]], Timed]:
-    """The forced answers, and how long they took."""
+    engine: Engine, reasoner: Reasoner, requests: Sequence[ForkRequest]
+) -> tuple[list[list[int]], Timed]:
+    """The forced answers' tokens, one answer after the other, and how long they took."""
+    fmt, engine.counts = reasoner.token_format, TokenCount()
     suffix = fmt.forced_suffix()
-    return timing.timed(lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
+    forks, taken = timing.timed(
+        lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state)
+    )
+    return [answer.ids for one in forks for answer in one], taken
 
 
 def anew(requests: Sequence[ForkRequest]) -> list[ForkRequest]:
@@ -55,7 +51,7 @@ def anew(requests: Sequence[ForkRequest]) -> list[ForkRequest]:
 
 def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> list[ForkRequest]:
     """What the reasoner thinks, laid end to end in lengths and with steps of real traces."""
-    asked = timing.reasoner_prompts(reasoner, problems, seed)
+    asked = reasoner_prompts(reasoner, problems, seed)
     prompts, names = list(asked.values()), [f"{name}/0" for name in asked]
     settings = SamplingSettings(max_new_tokens=MAX_THINKING_TOKENS, seed=seed)
     thought = reasoner.engine.sample(prompts, settings, reasoner.token_format, names)
@@ -74,55 +70,45 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
     from ospruner.engines.vllm import VLLMEngine
 
     longest = 64 + max(len(r.prompt_ids) + len(r.trace_ids) for r in requests)
-    engine: Engine = VLLMEngine(
-        str(reasoner.folder),
-        reasoner.tokenizer,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=longest,
-        hf_overrides={"max_position_embeddings": longest},
-    )
-    forked(engine, reasoner.token_format, requests)
+    own: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "max_model_len": longest}
+    own |= {"hf_overrides": {"max_position_embeddings": longest}}
+    engine: Engine = VLLMEngine(str(reasoner.folder), reasoner.tokenizer, **own)
+    forked(engine, reasoner, requests)
     return engine.counts.computed / engine.counts.unique
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = timing.options(__doc__, "fewer traces: a minute", before=True)
-    parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
+    sizes = {"limit": (9, 4, "traces of real length, of 10")}
+    parser = timing.options(__doc__, "fewer traces: a minute", before=True, sizes=sizes)
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
     args = timing.parse(parser)
     reasoner = Reasoner()
-    fmt, engine = reasoner.token_format, reasoner.engine
+    engine = reasoner.engine
     reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
-    limit = args.limit or (4 if args.quick else 9)
-    requests = long_traces(reasoner, args.problems, limit, args.seed)
-    engine.counts, sampled = TokenCount(), engine.sample_counts
+    requests = long_traces(reasoner, args.problems, args.limit, args.seed)
+    sampled = engine.sample_counts
+    ours, forking = forked(engine, reasoner, requests)
     shared = engine.counts
-    answers, forking = forked(engine, fmt, requests)
-    engine.counts = naive = TokenCount()
-    theirs, encoding = forked(engine, fmt, anew(requests))
-    ours = [fork.ids for forks in answers for fork in forks]
-    same = sum(ids == other.ids for ids, [other] in zip(ours, theirs, strict=True))
+    theirs, encoding = forked(engine, reasoner, anew(requests))
+    same = sum(ids == others for ids, others in zip(ours, theirs, strict=True))
     result: dict[str, Any] = {
         "computed_over_unique_transformers": shared.computed / shared.unique,
         "sampling_computed_over_unique": sampled.computed / sampled.unique,
         "computed_over_unique_vllm": vllm_ratio(reasoner, requests),
-        "reencoded_over_unique": naive.computed / shared.unique,
+        "reencoded_over_unique": engine.counts.computed / shared.unique,
         "speedup_over_reencode": encoding.wall_seconds / forking.wall_seconds,
         "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
         "same_answers": same / len(ours),
     }
     trace_tokens = sum(len(request.trace_ids) for request in requests)
-    print(
-        f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers; "
-        f"{timing.environment()}\n"
-    )
+    said = f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers"
+    print(f"{said}; {timing.environment()}\n")
     for name, value in result.items():
         print(f"{name:36}{'not installed' if value is None else f'{value:.3f}'}")
-    sizes = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}
+    counts = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}
     seconds = {"fork_seconds": forking.wall_seconds, "fork_cpu_seconds": forking.cpu_seconds}
-    timing.print_last_line({**result, **sizes, **seconds, "seed": args.seed}, args.json)
+    timing.print_last_line({**result, **counts, **seconds, "seed": args.seed}, args.json)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ against the answer at the end. Up to this share may disagree (what the calibrati
 promise); an alarm (`alarms`) is raised where more do. Streams of 20,000 requests drift half-way.
 """
 
-from __future__ import annotations
-
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,6 +38,7 @@ from ospruner.eval.table import BoolArray, FloatArray, IntArray
 from ospruner.serving.drift import Drift
 
 LEVEL = 0.05
+DRIFTS, CONTROLS, REQUESTS = (0.0, 0.02, 0.05, 0.10), (0.02, 0.05, 0.2, 1.0), 20_000
 
 
 def two_ends(test: Test, lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
@@ -70,9 +70,6 @@ CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]
 """By name: the mode in which the policy decides, and how a price is chosen."""
 
 
-DRIFTS, CONTROLS = (0.0, 0.02, 0.05, 0.10), (0.02, 0.05, 0.2, 1.0)
-
-
 def alarms(differs: BoolArray, allowed: float, level: float = LEVEL / 2) -> IntArray:
     """(C,) how many answers a server's `Drift` has seen when it alarms; n + 1 where it does not.
 
@@ -90,64 +87,50 @@ def alarms(differs: BoolArray, allowed: float, level: float = LEVEL / 2) -> IntA
     return found
 
 
-def measure_drifts(allowed: float, streams: int, seed: int, requests: int = 20_000) -> pd.DataFrame:
+def measure_drifts(allowed: float, streams: int, seed: int) -> pd.DataFrame:
     """False alarms where just so many disagree, and alarms after drifts half-way, by control."""
     table = pd.DataFrame(dtype=object)
     for control, drift in itertools.product(CONTROLS, DRIFTS):
-        n = round(control * requests)
+        n = round(control * REQUESTS)
         shares = allowed + drift * (np.arange(n) >= n // 2)
         draws = np.random.default_rng([seed, n, round(1e3 * drift)]).random((streams, n))
         late = (alarms(draws < shares, allowed) - n // 2) / control
-        if not drift:
-            told = f"{100 * (late <= requests / 2).mean():.1f} %"
-        else:
-            seen = late[(late > 0) & (late <= requests / 2)]
+        name, told = "false alarms", f"{100 * (late <= REQUESTS / 2).mean():.1f} %"
+        if drift:
+            seen = late[(late > 0) & (late <= REQUESTS / 2)]
             median = f", after {np.median(seen):,.0f}" if len(seen) else ""
+            name = f"drift of {100 * drift:g} points"
             told = f"{100 * len(seen) / streams:.0f} %{median}"
-        name = f"drift of {100 * drift:g} points" if drift else "false alarms"
         table.loc[f"control {control:g}", name] = told
     return table
 
 
-def measure(
-    policy: str,
-    labels: str,
-    numbers: list[int],
-    limits: list[float],
-    resamples: int,
-    seed: int,
-    lost_at_zero: float = 0.0,
-) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     """What each choice saves, and how often it is broken."""
-    ours, use = Judged(labels), parse_policies([policy])[0]
+    ours, use = Judged(args.labels), parse_policies([args.policy])[0]
     if use.config.prices is None:
-        raise SystemExit(f"{policy} is a policy of one price: give one of every price")
+        raise SystemExit(f"{args.policy} is a policy of one price: give one of every price")
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}
     for mode in ("sample", "threshold"):
         table, outcomes = tried(ours, use, mode)
+        lost[mode] = np.stack([losses(table, outcome) for _, outcome in outcomes])  # (J, P)
         full = replay_full(table).mean_tokens
-        lost[mode] = np.stack([losses(table, outcome) for _, outcome in outcomes])
         saved[mode] = np.array([1 - one.mean_tokens / full for _, one in outcomes])
         harmed = np.flatnonzero(lost[mode][0] == 0)
-        lost[mode][0, harmed[: round(lost_at_zero * len(table.problem_ids))]] = 1
-    rows = []
-    for max_loss, n in itertools.product(limits, numbers):
-        draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
-        picks = draws.integers(0, lost["sample"].shape[1], (resamples, n))
+        lost[mode][0, harmed[: round(args.lost_at_zero * len(table.problem_ids))]] = 1
+    rows, population = [], len(table.problem_ids)
+    for max_loss, n in itertools.product(args.max_loss, args.problems):
+        draws = np.random.default_rng([args.seed, n, round(1e4 * max_loss)])
+        picks = draws.integers(0, population, (args.resamples, n))
         for name, (mode, choose) in CHOICES.items():
             prices = choose(lost[mode], picks, max_loss)
             served, truth = prices >= 0, lost[mode].mean(axis=1)
-            numbers_of = {
-                "saved": np.where(served, saved[mode][prices], 0.0),
-                "broken": served & (truth[prices] > max_loss),
-                "served": served,
-            }
-            means = {key: float(values.mean()) for key, values in numbers_of.items()}
-            rows.append(
-                {"choice": name, "mode": mode, "max_loss": max_loss, "problems": n, **means}
-            )
-    sizes = {"population": len(table.problem_ids), "resamples": resamples, "seed": seed}
+            row = {"choice": name, "mode": mode, "max_loss": max_loss, "problems": n}
+            row["saved"] = float(np.where(served, saved[mode][prices], 0.0).mean())
+            row["broken"] = float((served & (truth[prices] > max_loss)).mean())
+            rows.append(row | {"served": float(served.mean())})
+    sizes = {"population": population, "resamples": args.resamples, "seed": args.seed}
     return {"rows": rows, **sizes, "labels": ours.labels.data_hash}
 
 
@@ -165,17 +148,15 @@ def main() -> None:
     if args.drift is not None:
         table = measure_drifts(args.drift, args.resamples, args.seed)
         print(f"{args.resamples} streams: alarms, and requests from the drift on (median)")
-        print(table.to_string())
         told = {"streams": args.resamples, "seed": args.seed, "allowed": args.drift}
-        timing.print_last_line(table.to_dict("index") | told, args.json)
-        return
-    limits, asked = args.max_loss, (args.resamples, args.seed, args.lost_at_zero)
-    found = measure(args.policy, args.labels, args.problems, limits, *asked)
-    print(f"{found['population']} problems; tokens saved % (word broken %)")
-    table = pd.DataFrame(dtype=object)
-    for row in found["rows"]:
-        head = f"{100 * row['max_loss']:g} pt, n={row['problems']}"
-        table.loc[row["choice"], head] = f"{100 * row['saved']:.0f} ({100 * row['broken']:.0f})"
+        found = table.to_dict("index") | told
+    else:
+        found = measure(args)
+        print(f"{found['population']} problems; tokens saved % (word broken %)")
+        table = pd.DataFrame(dtype=object)
+        for row in found["rows"]:
+            head = f"{100 * row['max_loss']:g} pt, n={row['problems']}"
+            table.loc[row["choice"], head] = f"{100 * row['saved']:.0f} ({100 * row['broken']:.0f})"
     print(table.to_string())
     timing.print_last_line(found, args.json)
 

@@ -1,8 +1,9 @@
-"""How small a policy may be: low-rank adapters and the head alone, against whole copies.
+"""How small a policy may be, and how few its labels: adapters and the head alone, against copies.
 
     ospruner demo
     python benchmarks/tails.py --run runs/demo [--ranks 4 16 64] [--seeds 3] [--json FILE]
     python benchmarks/tails.py --run runs/thinks --base runs/thinker --test gsm8k
+        [--further "4 layers" "whole layers" "100 traces"]
 
 `--run` is a folder with labels/train, labels/validation and labels/TEST. For each form and seed a
 policy of every price is trained on the same labels. Each form takes the learning rate, of the given
@@ -11,8 +12,6 @@ traces a form's reward is the mean over seven prices of accuracy less price time
 its difference from the copies' is paired, and its interval resamples problems and seeds. A killed
 run goes on.
 """
-
-from __future__ import annotations
 
 import argparse
 from functools import cache
@@ -25,18 +24,25 @@ from rich.console import Console
 
 from ospruner.comparing import Judged
 from ospruner.demo import REASONER
+from ospruner.eval.evaluation import bootstrap_means, seed_weights
 from ospruner.eval.methods import price_grid
 from ospruner.eval.replay import replay
 from ospruner.eval.results import markdown_table
-from ospruner.eval.table import FloatArray
+from ospruner.eval.table import FloatArray, IntArray
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
 from ospruner.train.run_folder import has_ended, record_of
 from ospruner.train.trainer import StopTrainer
 
+Forms = dict[str, dict[str, Any]]
 COPIES = "copies"
 PRICES = 7  # geometric, over the policy's range
-REPLICATES = 2000
+FURTHER: Forms = {
+    "1 layer": {"layers": 1},
+    "4 layers": {"layers": 4},
+    "whole layers": {"tuning": "layers"},
+    **{f"{n} traces": {"limit": n} for n in (50, 100, 200, 400)},
+}
 BAR = -0.3
 """Points of reward that a form may lie behind the copies, at the interval's lower end."""
 
@@ -52,11 +58,7 @@ class Study:
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        forms: dict[str, dict[str, Any]],
-        out: Path,
-        progress: Progress,
+        self, args: argparse.Namespace, forms: Forms, out: Path, progress: Progress
     ) -> None:
         self.args, self.labels, self.out, self.forms = args, args.run / "labels", out, forms
         self.progress, self.states = progress, args.run / "states"
@@ -69,30 +71,16 @@ class Study:
         return Judged(str(self.labels / split), str(self.args.base), model=model, **more)
 
     def trained(self, form: str, rate: float, seed: int) -> Path:
-        """A policy's folder.
-
-        Args:
-            form: of `forms`.
-            rate: multiple of the layers' default learning rate.
-            seed: of the training.
-        """
+        """The folder of a policy of a form, at a multiple of the layers' default learning rate."""
         out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
         if not has_ended(out):
-            own = dict(self.forms[form])
+            own: dict[str, Any] = {"limit": self.args.limit, **self.forms[form]}
             if rate != 1:  # of the layers alone: the head keeps the rate of the rule
                 first = record_of(self.trained(form, 1, self.seeds[0]))["settings"]
                 own["learning_rate"] = rate * first["learning_rate"]
                 own["head_learning_rate"] = first["head_learning_rate"]
-            config = StopConfig(
-                str(out),
-                base=str(self.args.base),
-                seed=seed,
-                states=str(self.states),
-                disable_tqdm=True,
-                bf16=self.args.bf16 or None,
-                limit=self.args.limit,
-                **own,
-            )
+            own |= {"base": str(self.args.base), "states": str(self.states), "seed": seed}
+            config = StopConfig(str(out), bf16=self.args.bf16 or None, disable_tqdm=True, **own)
             splits = (str(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
         return out
@@ -116,11 +104,11 @@ class Study:
         earned = {rate: self.rewards(out, "validation").mean() for rate, out in first.items()}
         return max(earned, key=lambda rate: float(earned[rate]))
 
-    def measured(self) -> dict[str, dict[str, Any]]:
+    def measured(self) -> Forms:
         """Of each form: rate, size, reward, and its difference from the copies'."""
         test = self.args.test
         problems = self.judged(test).split.table.problem_index
-        found: dict[str, dict[str, Any]] = {}
+        found: Forms = {}
         earned: dict[str, FloatArray] = {}
         for form in self.forms:
             rate = self.chosen_rate(form)
@@ -140,21 +128,14 @@ class Study:
         return found
 
 
-def interval(ahead: FloatArray, problems: np.ndarray) -> tuple[float, float]:
+def interval(ahead: FloatArray, problems: IntArray) -> tuple[float, float]:
     """95 % interval of the mean of (S, N) differences: problems and seeds are resampled."""
-    draw = np.random.default_rng(0)
-    sums = np.array([np.bincount(problems, weights=row) for row in ahead])  # (S, P)
-    counts = np.bincount(problems)
-    means = []
-    for _ in range(REPLICATES):
-        seeds = draw.integers(len(ahead), size=len(ahead))
-        taken = draw.integers(len(counts), size=len(counts))
-        means.append(sums[seeds][:, taken].sum() / (len(seeds) * counts[taken].sum()))
-    low, high = np.quantile(means, (0.025, 0.975))
+    means = bootstrap_means(ahead.T, problems)  # (B, S)
+    low, high = np.quantile((means * seed_weights(len(ahead))[1:]).sum(axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
-def report(found: dict[str, dict[str, Any]]) -> str:
+def report(found: Forms) -> str:
     """The forms as a Markdown table."""
     rows = [
         [
@@ -188,10 +169,11 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
+    parser.add_argument("--further", nargs="+", choices=FURTHER, default=[], help="forms")
     args = timing.parse(parser)
-    forms: dict[str, dict[str, Any]] = {COPIES: {}}
-    forms |= {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
-    forms["head alone"] = {"layers": 0}
+    ranks: Forms = {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
+    forms: Forms = {COPIES: {}, **ranks, "head alone": {"layers": 0}}
+    forms |= {form: FURTHER[form] for form in args.further}
     with PhaseBars(Console()) as bars:
         found = Study(args, forms, args.run / "tails", bars).measured()
     print(report(found))

@@ -18,9 +18,7 @@ every_price  kept, for a policy of every price on six of them (another loss)
 Arms are timed in turn; operations are counted floating-point ones.
 """
 
-from __future__ import annotations
-
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -30,10 +28,9 @@ import numpy as np
 import pandas as pd
 import timing
 import torch
-from generate import Shape, random_base
+from bases import Shape, random_base, random_traces
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
 
 from modeling_ospruner.policy_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
@@ -47,6 +44,7 @@ from ospruner.train.states import States
 from ospruner.train.tail import step_outputs
 from ospruner.train.traces import Batch, LabelledTraces
 
+Ends = tuple[float, float]
 PENALTY = 1e-4
 RATIOS = {
     "packed_over_naive": ("naive", "packed"),
@@ -62,21 +60,16 @@ class Target:
     """A policy with its optimiser; of every price in the range `prices`, if one is given."""
 
     def __init__(
-        self,
-        base: PreTrainedModel,
-        reasoner: Reasoner,
-        seed: int,
-        prices: tuple[float, float] | None = None,
-        tuning: Any = "layers",
+        self, base: Any, seed: int, tuning: Any = "layers", prices: Ends | None = None
     ) -> None:
         head: Any = "price" if prices else "fixed"
         config = StopConfig("run", head=head, tuning=tuning, seed=seed, learning_rate=1e-12)
-        labels = reasoner.label_settings(seed)
-        self.model: Any = new_policy(base, reasoner.tokenizer, config, labels, prices)
+        reasoner = Reasoner()
+        settings = (config, reasoner.label_settings(seed), prices)
+        self.model: Any = new_policy(base, reasoner.tokenizer, *settings)
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = optimizer_of(self.model.policy, config)
-        count = config.prices_per_batch
-        self.prices = prices_of_batch(prices, count, seed, 0) if prices else ()
+        self.prices = prices_of_batch(prices, config.prices_per_batch, seed, 0) if prices else ()
 
     def step(self, outputs: torch.Tensor, batch: Batch) -> float:
         """One optimiser step on the head's outputs (N, T, 1 or 6); returns the loss before it.
@@ -95,116 +88,98 @@ class Target:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    def step_as_trained(self, traces: LabelledTraces) -> float:
-        """The same on all traces, as `ospruner train` computes the outputs."""
+    def naive(self, traces: LabelledTraces) -> float:
+        """A step with one pass of base and tail for each prefix."""
+        batch, values = traces.batch(np.arange(len(traces))), []
+        for b, tokens in enumerate(traces.tokens):
+            ids = torch.from_numpy(tokens).to(self.model.base.device)[None]
+            for end in batch.positions[b, batch.mask[b]].tolist():
+                values.append(self.model.policy(reading(self.model, ids[:, : end + 1])[0])[0, -1])
+        stacked = torch.stack(values)
+        logits = torch.zeros(batch.mask.shape).to(stacked)
+        filled = logits.masked_scatter(batch.mask.to(stacked.device), stacked)
+        return self.step(filled[..., None], batch)
+
+    def padded(self, traces: LabelledTraces) -> float:
+        """A step with one pass a trace, in rows as long as the longest."""
+        batch = traces.batch(np.arange(len(traces)))
+        ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
+        hidden, _ = reading(self.model, ids.to(self.model.base.device))
+        positions = batch.positions.to(hidden.device)
+        outputs = step_outputs(self.model.policy, States(hidden), positions, fast=False)
+        return self.step(outputs, batch)
+
+    def packed(self, traces: LabelledTraces) -> float:
+        """A step as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
         batch, states = traces.batch(rows), traces.states(self.model, rows)
         outputs = step_outputs(self.model.policy, states, batch.positions.to(states.device))
         return self.step(outputs, batch)
 
 
-def naive(target: Target, traces: LabelledTraces) -> float:
-    """A step with one pass of base and tail for each prefix."""
-    batch, values = traces.batch(np.arange(len(traces))), []
-    for b, tokens in enumerate(traces.tokens):
-        ids = torch.from_numpy(tokens).to(target.model.base.device)[None]
-        for end in batch.positions[b, batch.mask[b]].tolist():
-            values.append(target.model.policy(reading(target.model, ids[:, : end + 1])[0])[0, -1])
-    stacked = torch.stack(values)
-    logits = torch.zeros(batch.mask.shape).to(stacked)
-    filled = logits.masked_scatter(batch.mask.to(stacked.device), stacked)
-    return target.step(filled[..., None], batch)
-
-
-def padded(target: Target, traces: LabelledTraces) -> float:
-    """A step with one pass a trace, in rows as long as the longest."""
-    batch = traces.batch(np.arange(len(traces)))
-    ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
-    hidden, _ = reading(target.model, ids.to(target.model.base.device))
-    positions = batch.positions.to(hidden.device)
-    outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
-    return target.step(outputs, batch)
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     """Times all arms in turn; the numbers by name."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasoner = Reasoner()
-    vocabulary = len(reasoner.tokenizer)
+    tokenizer = Reasoner().tokenizer
     # R1-Distill-Qwen-7B's proportions: an MLP 5.3 times as wide, 7 heads a key head.
-    wide = round(args.width * 18944 / 3584)
-    shape = Shape(args.layers, args.width, wide, 7, 1, vocabulary)
-    base = random_base(shape, reasoner.tokenizer, 32_768, args.seed, device)
-    dataset = timing.random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
+    wide, words = round(args.width * 18944 / 3584), len(tokenizer)
+    shape = Shape(args.layers, args.width, wide, 7, 1, words)
+    base = random_base(shape, tokenizer, 32_768, args.seed)
+    dataset = random_traces(args.limit, args.steps, args.tokens, words, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
-    target = Target(base, reasoner, args.seed)
-    priced = Target(base, reasoner, args.seed, prices=(1e-6, 1e-3))
-    queries = Target(base, reasoner, args.seed, tuning="queries")
+    target, queries = Target(base, args.seed), Target(base, args.seed, "queries")
+    priced = Target(base, args.seed, prices=(1e-6, 1e-3))
     queries.model.policy.head.load_state_dict(target.model.policy.head.state_dict())
     states_bytes = {
         "kept": kept.cache_states(target.model, 2**40),
         "queries": keys.cache_states(queries.model, 2**40),
     }
     calls: dict[str, Callable[[], float]] = {
-        "naive": partial(naive, target, traces),
-        "padded": partial(padded, target, traces),
-        "packed": partial(target.step_as_trained, traces),
-        "kept": partial(target.step_as_trained, kept),
-        "queries": partial(queries.step_as_trained, keys),
-        "every_price": partial(priced.step_as_trained, kept),
+        "naive": partial(target.naive, traces),
+        "padded": partial(target.padded, traces),
+        "packed": partial(target.packed, traces),
+        "kept": partial(target.packed, kept),
+        "queries": partial(queries.packed, keys),
+        "every_price": partial(priced.packed, kept),
     }
-    losses: dict[str, float] = {}
-    operations: dict[str, int] = {}
+    losses, operations = {}, {}
     for name, call in calls.items():  # untimed: also the warm-up
         # Counting is too slow for the many passes of "naive".
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
-        if counter is not None:
-            operations[name] = counter.get_total_flops()
+        operations[name] = None if counter is None else counter.get_total_flops()
     runs = [timing.in_turn(calls, number) for number in range(args.rounds)]
     clocks = np.array([[steps[0] for steps in run.values()] for run in runs])  # (rounds, arms, 2)
     seconds = pd.DataFrame(clocks[..., 0], columns=list(calls))
+    ratios = pd.DataFrame({name: seconds[a] / seconds[b] for name, (a, b) in RATIOS.items()})
+    arms = pd.DataFrame(np.median(clocks, axis=0), [*calls], ["seconds", "cpu_seconds"])
     tokens = int(traces.token_lengths.sum())
-    found = {
-        name: {
-            "seconds": wall,
-            "cpu_seconds": cpu,
-            "tokens_per_second": tokens / wall,
-            "operations": operations.get(name),
-            "states_bytes": states_bytes.get(name, 0),
-        }
-        for name, (wall, cpu) in zip(calls, np.median(clocks, axis=0).tolist(), strict=True)
-    }
-    ratios = {
-        name: timing.median_ratio((seconds[over] / seconds[under]).tolist())
-        for name, (over, under) in RATIOS.items()
-    }
+    arms["tokens_per_second"] = tokens / arms["seconds"]
+    arms["states_bytes"] = [states_bytes.get(name, 0) for name in calls]
+    told = arms.astype(object).assign(operations=pd.Series(operations, dtype=object))
     # Untrained, a policy that is queries only says what any other says.
     same = [loss for name, loss in losses.items() if name != "every_price"]
+    size = f"{args.layers} layers of width {args.width}, {args.limit} traces of {args.steps} steps"
     return {
-        **{name: ratio.median for name, ratio in ratios.items()},
-        "intervals": {name: ratio[1:] for name, ratio in ratios.items()},
-        "arms": found,
+        **ratios.median().to_dict(),
+        "intervals": ratios.agg(["min", "max"]).to_dict("list"),
+        "arms": told.to_dict("index"),
         "loss_difference": max(same) - min(same),
-        "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
-        f"{args.steps} steps, {tokens} tokens",
+        "base": f"{size}, {tokens} tokens",
     }
 
 
 def main() -> None:
     """Measures, prints a table, and the numbers as one JSON object."""
-    parser = timing.options(__doc__, "narrower and shorter: a minute", before=True)
-    parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
-    parser.add_argument("--width", type=int, help="hidden size (default: 224)")
-    parser.add_argument("--layers", type=int, default=28, help="layers of the base")
-    parser.add_argument("--steps", type=int, default=20, help="steps a trace")
-    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
-    parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
-    args = timing.parse(parser)
-    quick, whole = (3, 3, 112, 120), (5, 8, 224, 400)
-    sizes = zip(("rounds", "limit", "width", "tokens"), quick if args.quick else whole, strict=True)
-    for name, size in sizes:
-        setattr(args, name, getattr(args, name) or size)
+    sizes = {
+        "rounds": (5, 3, "timed steps of each arm"),
+        "limit": (8, 3, "traces a step"),
+        "width": (224, 112, "hidden size"),
+        "layers": (28, 28, "layers of the base"),
+        "steps": (20, 20, "steps a trace"),
+        "tokens": (400, 120, "median tokens a trace"),
+    }
+    quick = "narrower and shorter: a minute"
+    args = timing.parse(timing.options(__doc__, quick, before=True, sizes=sizes))
     result = measure(args)
     print(f"{result['base']}; {timing.environment()}")
     print(pd.DataFrame(result["arms"]).T.to_string(float_format="{:.4g}".format))

@@ -24,27 +24,24 @@ def test_arms_take_turns_and_keep_their_own_draws(
 ) -> None:
     bench, order = load_script("benchmarks/generate.py"), []
 
-    def arm_of(name: str, steps: int) -> tuple[Any, Callable[[], bool]]:
-        arm = bench.Stepwise(7)
-
-        def call() -> list[float]:
+    def arm_of(name: str, steps: int) -> Any:
+        def call(pause: Callable[[], None]) -> list[float]:
             draws = []
             for _ in range(steps):
-                arm.pause()
+                pause()
                 order.append(name)
                 draws.append(torch.rand(()).item())
             return draws
 
-        arm.call = call
-        return arm, arm.step
+        return bench.Stepwise(7, call)
 
-    (a, step_a), (b, step_b) = arm_of("a", 4), arm_of("b", 2)
-    times = timing.in_turn({"a": step_a, "b": step_b}, turn=1)
+    a, b = arm_of("a", 4), arm_of("b", 2)
+    times = timing.in_turn({"a": a.step, "b": b.step}, turn=1)
     assert b.result == a.result[:2], "of one seed, whoever drew in between"
+    assert len(set(a.result)) == 4
     assert order == ["b", "a", "a", "b", "a", "a"]
     assert {name: len(steps) for name, steps in times.items()} == {"a": 5, "b": 3}
-    broken = bench.Stepwise(7)
-    broken.call = lambda: 1 / 0
+    broken = bench.Stepwise(7, lambda pause: 1 / 0)
     assert not broken.step()
     with pytest.raises(ZeroDivisionError):
         _ = broken.result
