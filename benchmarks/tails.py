@@ -15,6 +15,7 @@ run goes on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ospruner.eval.results import markdown_table
 from ospruner.eval.table import FloatArray
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
+from ospruner.train.labels.loading import Labels, load_labels
 from ospruner.train.run_folder import has_ended, record_of
 from ospruner.train.trainer import StopTrainer
 
@@ -65,6 +67,7 @@ class Study:
 
     def _judged(self, split: str) -> Judged:
         more: dict[str, Any] = {"states": self.states, "progress": self.progress}
+        more["limit"] = self.args.limit
         model = None if split == "validation" else self.judged("validation").model
         return Judged(str(self.labels / split), str(self.args.base), model=model, **more)
 
@@ -90,12 +93,17 @@ class Study:
                 states=str(self.states),
                 disable_tqdm=True,
                 bf16=self.args.bf16 or None,
-                limit=self.args.limit,
                 **own,
             )
-            splits = (str(self.labels / split) for split in ("train", "validation"))
+            splits = (self._first(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
         return out
+
+    def _first(self, folder: Path) -> Labels:
+        """The labels that `limit` leaves."""
+        labels = load_labels(folder)
+        count = min(self.args.limit or len(labels.traces), len(labels.traces))
+        return dataclasses.replace(labels, traces=labels.traces.take(count))
 
     def rewards(self, policy: Path, split: str) -> FloatArray:
         """(N,) what each trace earns, in points: the mean over the prices."""
@@ -179,7 +187,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--test", default="test", help="the labels to measure on")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
-    parser.add_argument("--limit", type=int, help="train on the first so many traces")
+    parser.add_argument("--limit", type=int, help="the first so many traces of each split")
     return parser
 
 
