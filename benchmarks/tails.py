@@ -14,6 +14,7 @@ run goes on.
 """
 
 import argparse
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ospruner.eval.results import markdown_table
 from ospruner.eval.table import FloatArray, IntArray
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
+from ospruner.train.labels.loading import Labels, load_labels
 from ospruner.train.run_folder import has_ended, record_of
 from ospruner.train.trainer import StopTrainer
 
@@ -67,6 +69,7 @@ class Study:
 
     def _judged(self, split: str) -> Judged:
         more: dict[str, Any] = {"states": self.states, "progress": self.progress}
+        more["limit"] = self.args.limit
         model = None if split == "validation" else self.judged("validation").model
         return Judged(str(self.labels / split), str(self.args.base), model=model, **more)
 
@@ -74,16 +77,22 @@ class Study:
         """The folder of a policy of a form, at a multiple of the layers' default learning rate."""
         out = self.out / f"{form.replace(' ', '-')}-{rate:g}x-seed{seed}"
         if not has_ended(out):
-            own: dict[str, Any] = {"limit": self.args.limit, **self.forms[form]}
+            own = dict(self.forms[form])
             if rate != 1:  # of the layers alone: the head keeps the rate of the rule
                 first = record_of(self.trained(form, 1, self.seeds[0]))["settings"]
                 own["learning_rate"] = rate * first["learning_rate"]
                 own["head_learning_rate"] = first["head_learning_rate"]
             own |= {"base": str(self.args.base), "states": str(self.states), "seed": seed}
             config = StopConfig(str(out), bf16=self.args.bf16 or None, disable_tqdm=True, **own)
-            splits = (str(self.labels / split) for split in ("train", "validation"))
+            splits = (self._first(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
         return out
+
+    def _first(self, folder: Path) -> Labels:
+        """The labels that `limit` leaves."""
+        labels = load_labels(folder)
+        count = min(self.args.limit or len(labels.traces), len(labels.traces))
+        return dataclasses.replace(labels, traces=labels.traces.take(count))
 
     def rewards(self, policy: Path, split: str) -> FloatArray:
         """(N,) what each trace earns, in points: the mean over the prices."""
@@ -160,7 +169,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--test", default="test", help="the labels to measure on")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
-    parser.add_argument("--limit", type=int, help="train on the first so many traces")
+    parser.add_argument("--limit", type=int, help="the first so many traces of each split")
     return parser
 
 
