@@ -1,0 +1,178 @@
+"""What stands between a hybrid's copied layers: nothing, or what the base's own layers add.
+
+    python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1000000] [--seeds 3] [--json FILE]
+
+A policy of queries copies the last layers that hold keys, and in a hybrid others stand between. The
+base here is a tiny Qwen3.5 with two layers of linear attention between the last two of full
+attention. It begins as the embedded reasoner with these two layers' attention replaced, and is
+taught to write as the reasoner does. Then its own traces are labelled at every second step, and
+`tails.py` trains and measures three forms of policy: copies, to which is added what the base's
+layers between have added (how policies are made), the same without that, and the head alone. A
+killed run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import timing
+import torch
+from rich.console import Console
+from tails import COPIES, Study, options, report
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import ospruner
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.demo.demo import LABELLING, SPLITS
+from ospruner.demo.examples import batches_by_length, draw_examples
+from ospruner.demo.fallible_reasoner import SECOND_CYCLE
+from ospruner.demo.recipe import Recipe, build_optimizers, learning_rate_factor
+from ospruner.demo.shipped import Reasoner, write_split
+from ospruner.durable import replace_file
+from ospruner.eval.table import FloatArray
+from ospruner.progress import PhaseBars, Progress
+
+FULL, LINEAR = "full_attention", "linear_attention"
+KINDS = [FULL, FULL, FULL, LINEAR, LINEAR, FULL]
+RECIPE = Recipe(muon_learning_rate=0.01, batch_tokens=2048, warmup=0.02, decay=1.0)
+CHUNK_EXAMPLES = 512  # between two checkpoints
+NOTHING = "nothing between"
+FORMS: dict[str, dict[str, Any]] = {COPIES: {}, NOTHING: {}, "head alone": {"layers": 0}}
+
+
+def begun_as(reasoner: PreTrainedModel) -> Qwen3_5ForCausalLM:
+    """A hybrid with those of the reasoner's tensors that it has a place for.
+
+    Qwen3.5's norms hold their weight less 1. It norms queries and keys, which begin twice as long,
+    so that attention is about as sharp as the reasoner's. And it gates what attention gives: gates
+    begin at a half, outputs doubled.
+    """
+    rotary = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+    own = {"attention_bias": True, "rope_parameters": rotary, "layer_types": KINDS, "head_dim": 32}
+    own |= {f"linear_{what}_head_dim": 32 for what in ("key", "value")}
+    own |= {f"linear_num_{what}_heads": 4 for what in ("key", "value")}
+    theirs, fields = reasoner.config.to_dict(), Qwen3_5TextConfig().to_dict()
+    same = {name: theirs[name] for name in fields if name in theirs and name != "model_type"}
+    hybrid = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**same, **own}))
+    tensors = reasoner.state_dict()
+    for name, place in hybrid.state_dict().items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            place.fill_(1)
+        elif "q_proj" in name:
+            heads = tensors[name].unflatten(0, (-1, 32))
+            place.copy_(torch.cat([heads, torch.zeros_like(heads)], dim=1).flatten(0, 1))
+        elif name in tensors:
+            place.copy_(tensors[name] * (2 if "o_proj" in name else 1) - int("norm" in name))
+    return hybrid
+
+
+def divergence(hybrid: PreTrainedModel, reasoner: PreTrainedModel, batch: Any) -> Tensor:
+    """KL of the next token, weighted as the reasoner's own training weighs tokens."""
+    ids, weights = map(torch.from_numpy, batch)  # (B, S)
+    counted = weights[:, 1:].flatten()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            wanted = reasoner(input_ids=ids, use_cache=False).logits
+        said = hybrid(input_ids=ids, use_cache=False).logits  # (B, S, V)
+    logs = [one[:, :-1].flatten(0, 1).float().log_softmax(-1) for one in (said, wanted)]
+    each = F.kl_div(*logs, log_target=True, reduction="none").sum(-1)
+    return (each * counted).sum() / counted.sum()
+
+
+def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
+    """The hybrid's folder; a killed run goes on from its last chunk, with fresh momenta."""
+    folder, record, reasoner = run / "base", run / "taught.json", Reasoner()
+    torch.manual_seed(seed)
+    seen, chunk, hybrid = 0, 0, begun_as(reasoner.model)
+    if record.is_file():
+        seen, chunk = json.loads(record.read_text("utf-8"))
+        hybrid = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hybrid.generation_config = reasoner.model.generation_config
+    for model in (hybrid, reasoner.model):
+        model.set_attn_implementation("float32_sdpa")
+    recipe = replace(RECIPE, tokens=tokens)
+    optimizers = build_optimizers(hybrid, recipe)
+    peaks = recipe.muon_learning_rate, recipe.adam_learning_rate
+    while seen < tokens:
+        name = f"hybrid/{seed}/{chunk}"
+        drawn = (reasoner.tokenizer, CHUNK_EXAMPLES, name, 7, True, SECOND_CYCLE)
+        for batch in batches_by_length(draw_examples(*drawn), RECIPE.batch_tokens, Random(name)):
+            if seen >= tokens:
+                break
+            for optimizer, peak in zip(optimizers, peaks, strict=True):
+                optimizer.param_groups[0]["lr"] = peak * learning_rate_factor(seen, recipe, False)
+            loss = divergence(hybrid, reasoner.model, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(hybrid.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            seen += batch[0].size
+            progress("teach", min(seen, tokens), tokens, f"KL {loss.item():.3f}")
+        chunk += 1
+        hybrid.save_pretrained(folder)
+        reasoner.tokenizer.save_pretrained(folder)
+        replace_file(record, json.dumps([seen, chunk]).encode())
+    return folder
+
+
+class Between(Study):
+    """Beside policies as they are made, those to which nothing is added between their layers."""
+
+    def trained(self, form: str, rate: float, seed: int) -> Path:
+        """As `Study.trained`."""
+        with made_as(form):
+            return super().trained(form, rate, seed)
+
+    def rewards(self, policy: Path, split: str) -> FloatArray:
+        """As `Study.rewards`."""
+        with made_as(NOTHING if policy.name.startswith(NOTHING.replace(" ", "-")) else COPIES):
+            return super().rewards(policy, split)
+
+
+@contextmanager
+def made_as(form: str) -> Iterator[None]:
+    """Policies made here are of this form: with `NOTHING` none is the base, untrained."""
+    if form != NOTHING:
+        yield
+        return
+    check = "ospruner.train.untrained.check_tail"
+    with mock.patch.object(StoppingPolicy, "_add", return_value=None), mock.patch(check):
+        yield
+
+
+def main() -> None:
+    """Teaches, labels, trains, measures, prints a table, and the numbers as one JSON object."""
+    parser = options(__doc__)
+    parser.set_defaults(run=Path("runs/hybrid"))
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="that the hybrid is taught")
+    parser.add_argument("--problems", type=int, nargs=3, default=[800, 500, 200], help="train, ...")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
+    args = timing.parse(parser)
+    args.run.mkdir(parents=True, exist_ok=True)
+    with PhaseBars(Console()) as bars:
+        args.base = taught(args.run, args.tokens, args.seed, bars)
+        how = {"seed": args.seed, "progress": bars, "step_stride": 2, **LABELLING}
+        for split, problems in zip(SPLITS, args.problems, strict=True):
+            file = write_split(args.run, split, problems, args.seed)
+            ospruner.label(args.base, file, out=args.run / "labels" / split, **how)
+        study = Between(args, FORMS, args.run / "policies", bars)
+        found: dict[str, Any] = {"forms": study.measured()}
+        for split in SPLITS:
+            found[f"{split}_full"] = float(study.judged(split).split.table.full_correct.mean())
+    print(report(found["forms"]))
+    settings = {name: getattr(args, name) for name in ("tokens", "problems", "seed")}
+    timing.print_last_line({**found, **settings}, args.json)
+
+
+if __name__ == "__main__":
+    main()
