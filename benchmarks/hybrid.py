@@ -3,20 +3,18 @@
     python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1000000] [--seeds 3] [--json FILE]
 
 A policy of queries copies the last layers that hold keys, and in a hybrid others stand between. The
-base here is a tiny Qwen3.5 with two layers of linear attention between the last two of full
-attention. It begins as the embedded reasoner with these two layers' attention replaced, and is
-taught to write as the reasoner does. Then its own traces are labelled at every second step, and
-`tails.py` trains and measures three forms of policy: copies, to which is added what the base's
-layers between have added (how policies are made), the same without that, and the head alone. A
-killed run goes on.
+base here is a tiny Qwen3.5 with two layers of linear attention between its last two of full. It
+begins as the embedded reasoner with these two layers' attention replaced, and is taught to write as
+the reasoner does. Its own traces are labelled at every second step, and `tails.py` measures three
+forms of policy: copies to which is added what the base's layers between have added (how policies
+are made), the same without that, and the head alone. A killed run goes on.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,10 +39,7 @@ from ospruner.durable import replace_file
 from ospruner.eval.table import FloatArray
 from ospruner.progress import PhaseBars, Progress
 
-FULL, LINEAR = "full_attention", "linear_attention"
-KINDS = [FULL, FULL, FULL, LINEAR, LINEAR, FULL]
-RECIPE = Recipe(muon_learning_rate=0.01, batch_tokens=2048, warmup=0.02, decay=1.0)
-CHUNK_EXAMPLES = 512  # between two checkpoints
+KINDS = [f"{kind}_attention" for kind in ("full", "full", "full", "linear", "linear", "full")]
 NOTHING = "nothing between"
 FORMS: dict[str, dict[str, Any]] = {COPIES: {}, NOTHING: {}, "head alone": {"layers": 0}}
 
@@ -56,14 +51,13 @@ def begun_as(reasoner: PreTrainedModel) -> Qwen3_5ForCausalLM:
     so that attention is about as sharp as the reasoner's. And it gates what attention gives: gates
     begin at a half, outputs doubled.
     """
-    rotary = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
-    own = {"attention_bias": True, "rope_parameters": rotary, "layer_types": KINDS, "head_dim": 32}
-    own |= {f"linear_{what}_head_dim": 32 for what in ("key", "value")}
-    own |= {f"linear_num_{what}_heads": 4 for what in ("key", "value")}
-    theirs, fields = reasoner.config.to_dict(), Qwen3_5TextConfig().to_dict()
-    same = {name: theirs[name] for name in fields if name in theirs and name != "model_type"}
-    hybrid = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**same, **own}))
-    tensors = reasoner.state_dict()
+    theirs, tensors = reasoner.config.to_dict(), reasoner.state_dict()
+    own = {name: theirs[name] for name in Qwen3_5TextConfig().to_dict() if name in theirs}
+    own |= {"model_type": "qwen3_5_text", "layer_types": KINDS, "attention_bias": True}
+    own |= {"rope_parameters": {**own["rope_parameters"], "partial_rotary_factor": 1.0}}
+    own |= dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 32)
+    own |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    hybrid = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**own))
     for name, place in hybrid.state_dict().items():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             place.fill_(1)
@@ -99,13 +93,13 @@ def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
     hybrid.generation_config = reasoner.model.generation_config
     for model in (hybrid, reasoner.model):
         model.set_attn_implementation("float32_sdpa")
-    recipe = replace(RECIPE, tokens=tokens)
+    recipe = Recipe(tokens, muon_learning_rate=0.01, batch_tokens=2048, warmup=0.02, decay=1.0)
     optimizers = build_optimizers(hybrid, recipe)
     peaks = recipe.muon_learning_rate, recipe.adam_learning_rate
     while seen < tokens:
         name = f"hybrid/{seed}/{chunk}"
-        drawn = (reasoner.tokenizer, CHUNK_EXAMPLES, name, 7, True, SECOND_CYCLE)
-        for batch in batches_by_length(draw_examples(*drawn), RECIPE.batch_tokens, Random(name)):
+        examples = draw_examples(reasoner.tokenizer, 512, name, 7, True, SECOND_CYCLE)
+        for batch in batches_by_length(examples, recipe.batch_tokens, Random(name)):
             if seen >= tokens:
                 break
             for optimizer, peak in zip(optimizers, peaks, strict=True):
@@ -135,30 +129,27 @@ class Between(Study):
 
     def rewards(self, policy: Path, split: str) -> FloatArray:
         """As `Study.rewards`."""
-        with made_as(NOTHING if policy.name.startswith(NOTHING.replace(" ", "-")) else COPIES):
+        with made_as(policy.name.replace("-", " ")):
             return super().rewards(policy, split)
 
 
 @contextmanager
 def made_as(form: str) -> Iterator[None]:
-    """Policies made here are of this form: with `NOTHING` none is the base, untrained."""
-    if form != NOTHING:
-        yield
-        return
-    check = "ospruner.train.untrained.check_tail"
-    with mock.patch.object(StoppingPolicy, "_add", return_value=None), mock.patch(check):
+    """Policies are made so here; with `NOTHING` none is, untrained, the base."""
+    with ExitStack() as patches:
+        if form.startswith(NOTHING):
+            patches.enter_context(mock.patch.object(StoppingPolicy, "_add", return_value=None))
+            patches.enter_context(mock.patch("ospruner.train.untrained.check_tail"))
         yield
 
 
 def main() -> None:
     """Teaches, labels, trains, measures, prints a table, and the numbers as one JSON object."""
     parser = options(__doc__)
-    parser.set_defaults(run=Path("runs/hybrid"))
+    parser.set_defaults(run=Path("runs/hybrid"), rates=[1, 4])
     parser.add_argument("--tokens", type=int, default=1_000_000, help="that the hybrid is taught")
     parser.add_argument("--problems", type=int, nargs=3, default=[800, 500, 200], help="train, ...")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
     args = timing.parse(parser)
-    args.run.mkdir(parents=True, exist_ok=True)
     with PhaseBars(Console()) as bars:
         args.base = taught(args.run, args.tokens, args.seed, bars)
         how = {"seed": args.seed, "progress": bars, "step_stride": 2, **LABELLING}
