@@ -2,12 +2,11 @@
 
     python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1000000] [--seeds 3] [--json FILE]
 
-A policy of queries copies the last layers that hold keys, and in a hybrid others stand between. The
-base here is a tiny Qwen3.5 with two layers of linear attention between its last two of full. It
-begins as the embedded reasoner with these two layers' attention replaced, and is taught to write as
-the reasoner does. Its own traces are labelled at every second step, and `tails.py` measures three
-forms of policy: copies to which is added what the base's layers between have added (how policies
-are made), the same without that, and the head alone. A killed run goes on.
+A policy of queries copies the last layers that hold keys; in a hybrid others stand between. This
+base is a tiny Qwen3.5 with two layers of linear attention between its last two of full. It begins
+as the embedded reasoner but for these two's attention, and is taught to write as the reasoner does.
+Its own traces are labelled at every second step, and `tails.py` measures three forms: copies, to
+which what the layers between added is added (today's), these without it, and the head alone.
 """
 
 from __future__ import annotations
@@ -77,14 +76,15 @@ def divergence(hybrid: PreTrainedModel, reasoner: PreTrainedModel, batch: Any) -
         with torch.no_grad():
             wanted = reasoner(input_ids=ids, use_cache=False).logits
         said = hybrid(input_ids=ids, use_cache=False).logits  # (B, S, V)
-    logs = [one[:, :-1].flatten(0, 1).float().log_softmax(-1) for one in (said, wanted)]
-    each = F.kl_div(*logs, log_target=True, reduction="none").sum(-1)
+    ours, theirs = (one[:, :-1].flatten(0, 1).float().log_softmax(-1) for one in (said, wanted))
+    each = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
     return (each * counted).sum() / counted.sum()
 
 
 def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
-    """The hybrid's folder; a killed run goes on from its last chunk, with fresh momenta."""
-    folder, record, reasoner = run / "base", run / "taught.json", Reasoner()
+    """The hybrid's folder. A killed run goes on from its last chunk, with fresh momenta."""
+    folder, record = run / "base", run / "taught.json"
+    reasoner: Any = Reasoner()  # whose tokenizer is a fast one
     torch.manual_seed(seed)
     seen, chunk, hybrid = 0, 0, begun_as(reasoner.model)
     if record.is_file():
@@ -100,8 +100,6 @@ def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
         name = f"hybrid/{seed}/{chunk}"
         examples = draw_examples(reasoner.tokenizer, 512, name, 7, True, SECOND_CYCLE)
         for batch in batches_by_length(examples, recipe.batch_tokens, Random(name)):
-            if seen >= tokens:
-                break
             for optimizer, peak in zip(optimizers, peaks, strict=True):
                 optimizer.param_groups[0]["lr"] = peak * learning_rate_factor(seen, recipe, False)
             loss = divergence(hybrid, reasoner.model, batch)
@@ -112,6 +110,8 @@ def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
                 optimizer.zero_grad(set_to_none=True)
             seen += batch[0].size
             progress("teach", min(seen, tokens), tokens, f"KL {loss.item():.3f}")
+            if seen >= tokens:
+                break
         chunk += 1
         hybrid.save_pretrained(folder)
         reasoner.tokenizer.save_pretrained(folder)
@@ -161,8 +161,8 @@ def main() -> None:
         for split in SPLITS:
             found[f"{split}_full"] = float(study.judged(split).split.table.full_correct.mean())
     print(report(found["forms"]))
-    settings = {name: getattr(args, name) for name in ("tokens", "problems", "seed")}
-    timing.print_last_line({**found, **settings}, args.json)
+    found |= {name: getattr(args, name) for name in ("tokens", "problems", "seed")}
+    timing.print_last_line(found, args.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,8 @@ def test_a_drift_is_seen_and_seldom_where_there_is_none(
 def test_a_hybrid_begins_near_the_reasoner_and_its_policies_add_or_not(
     load_script: Callable[[str], ModuleType],
 ) -> None:
-    script, reasoner = load_script("benchmarks/hybrid.py"), Reasoner()
+    script = load_script("benchmarks/hybrid.py")
+    reasoner: Any = Reasoner()  # whose tokenizer is a fast one
     torch.manual_seed(0)
     hybrid = script.begun_as(reasoner.model).eval()
     examples = draw_examples(reasoner.tokenizer, 8, "test", 7, True, SECOND_CYCLE)
