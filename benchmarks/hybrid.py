@@ -1,6 +1,6 @@
 """What stands between a hybrid's copied layers: nothing, or what the base's own layers add.
 
-    python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1000000] [--seeds 3] [--json FILE]
+    python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1400000] [--seeds 3] [--json FILE]
 
 A policy of queries copies the last layers that hold keys; in a hybrid others stand between. This
 base is a tiny Qwen3.5 with two layers of linear attention between its last two of full. It begins
@@ -147,7 +147,7 @@ def main() -> None:
     """Teaches, labels, trains, measures, prints a table, and the numbers as one JSON object."""
     parser = options(__doc__)
     parser.set_defaults(run=Path("runs/hybrid"), rates=[1, 4])
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="that the hybrid is taught")
+    parser.add_argument("--tokens", type=int, default=1_400_000, help="that the hybrid is taught")
     parser.add_argument("--problems", type=int, nargs=3, default=[800, 500, 200], help="train, ...")
     args = timing.parse(parser)
     with PhaseBars(Console()) as bars:
