@@ -290,14 +290,10 @@ class Evaluation:
         return Estimate.of(found.iloc[0], "right")
 
     def _whence(self) -> dict[str, Any]:
-        """How much of what rules save is of traces that are hopeless, or were cut at their cap.
+        """The shares of hopeless traces ("never_right") and of those cut at their cap ("at_cap").
 
-        The hindsight oracle is right wherever a trace ever is.
-
-        Returns:
-            Under "never_right", where that is known, and "at_cap", where there are such traces:
-            their share of the "traces", of the full traces' "tokens", and under "saved" of each
-            rule's savings, None where it saves nothing.
+        Of the traces, of the full traces' tokens, and of each rule's savings, None where it saves
+        nothing. The hindsight oracle is right wherever a trace ever is.
         """
         which = {"at_cap": self.full.truncated > 0}
         oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
@@ -343,18 +339,15 @@ def _numbers(own: Numbers, variant: AesVariant, prices: Sequence[float] = ()) ->
     with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
         after_stop = own["stopped_answer"] / own["stopped"]
         after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
+    as_they_are = ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens", "rethought")
     return {
         "accuracy": own["correct"],
         "tokens": own["tokens"],
         "reduction": reduction(own["tokens"], full["tokens"]),
         "aes": variant(own["correct"], paid, full["correct"], base),
-        **{
-            name: own[name]
-            for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
-        },
+        **{name: own[name] for name in as_they_are},
         "answer_after_stop": np.where(own["stopped"] > 0, after_stop, np.nan),
         "answer_after_end": np.where(own["stopped"] < 1, after_end, np.nan),
-        "rethought": own["rethought"],
         "generated_tokens": generated,
         "total_reduction": reduction(generated, of_full),
         "time_ratio": own["seconds"] / full["seconds"],

@@ -45,10 +45,11 @@ from .replay import Outcome
 from .results import refuse_other_settings
 from .schema import LabelSettings
 
-_NEVER = Budget(2**31 - 1)
+NEVER = replace(Budget, method=FULL)(2**31 - 1)
+"""The rule that never stops."""
 
-How = PolicyUse | StopRule | None
-"""What decides; None never stops: the full trace."""
+How = PolicyUse | StopRule
+"""What decides."""
 
 
 class OnlineProblem(NamedTuple):
@@ -90,7 +91,7 @@ class SampleRow:
 
 def evaluate_online(
     problems: Sequence[OnlineProblem],
-    methods: Sequence[PolicyUse | StopRule],
+    methods: Sequence[How],
     generate: Callable[[How, Sequence[OnlineProblem], int], list[SampleRow]],
     settings: LabelSettings,
     about: Mapping[str, Any],
@@ -123,12 +124,12 @@ def evaluate_online(
             f"samples is {settings.samples_per_problem} at temperature 0: greedy samples are all "
             "alike; take one"
         )
-    named: dict[str, tuple[How, str, float | None, str]] = {f"{FULL} =None": (None, FULL, None, "")}
+    named: dict[str, How] = {FULL: NEVER}
     for how in methods:
         key = f"{how.method} {how.parameter_name}={how.parameter}"
         if key in named:
             raise ValueError(f"two methods are {key!r}; give each method once")
-        named[key] = how, how.method, how.parameter, how.parameter_name
+        named[key] = how
     identity = {
         **about,
         "answer": settings.answer,
@@ -150,16 +151,15 @@ def evaluate_online(
             found = read_checked(kept, "delete it, and its batch is generated again")["rows"]
             rows = [SampleRow(**row) for row in found]
         else:
-            rows = generate(named[key][0], problems[start : start + batch_problems], start)
+            rows = generate(named[key], problems[start : start + batch_problems], start)
             if kept is not None:
                 write_checked(kept, {"method": key, "rows": [vars(row) for row in rows]})
         done[key] += rows
         progress("generate", number, len(tasks))
-    full, *_ = done.values()
-    rules = [
-        Rule(method, _outcome(rows, full), parameter, of)
-        for (_, method, parameter, of), rows in zip(named.values(), done.values(), strict=True)
-    ]
+    full, *others = done.values()
+    rules = [Rule(FULL, _outcome(full, full))]
+    for how, rows in zip(methods, others, strict=True):
+        rules.append(Rule(how.method, _outcome(rows, full), how.parameter, how.parameter_name))
     index = np.repeat(np.arange(len(problems)), settings.samples_per_problem)
     return Evaluation(rules, index, settings=identity)
 
@@ -233,13 +233,9 @@ class Generator:
 
     def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
         """What generates: (ids, **arguments) -> (output, records)."""
-        settings, policy, stride = self.settings, None, 1
-        said: dict[str, Any] = {
-            "seed": settings.seed,
-            "first_sample_index": first_sample_index,
-            "answer": settings.answer,
-            "max_answer_tokens": settings.max_answer_tokens,
-        }
+        policy, stride = None, 1
+        said = {name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
+        said["first_sample_index"] = first_sample_index
         if isinstance(how, PolicyUse):
             if self._loaded is None or self._loaded[0] != how.path:
                 self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
@@ -247,7 +243,7 @@ class Generator:
             policy, stride = chosen.policy, chosen.config.step_stride
             said |= {"mode": how.mode, "threshold": how.threshold, "price": how.asked_price}
         else:
-            said["rule"] = how or _NEVER
+            said["rule"] = how
         config, base = StopPolicyConfig(**said), cast("Any", self.base)
         return partial(
             generate_pruned, base, policy, self.fmt, config, stride, tokenizer=self.tokenizer

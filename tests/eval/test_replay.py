@@ -93,19 +93,6 @@ def test_modes_agree_where_they_must(seed: int, threshold: float) -> None:
     assert (drawn.harmed >= -1e-15).all()
 
 
-def test_fixed_rules_end_softly_and_at_the_end_of_short_traces() -> None:
-    table, full = make_table(2), replay_full(make_table(2))
-    for budget in (0, 1, 17, 60, 10**6):
-        outcome = replay_budget(table, budget)
-        for n in range(len(table)):
-            ends = table.lengths[n, : table.num_steps[n]]
-            reached = ends[ends >= budget]
-            assert outcome.tokens[n] == (reached[0] if reached.size else ends[-1])
-    third = replay_step(table, 3)
-    assert (third.tokens == table.lengths[np.arange(40), np.minimum(2, table.last)]).all()
-    np.testing.assert_array_equal(replay_at(table, np.full(40, 99)).columns(), full.columns())
-
-
 def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
     table = make_table(4)
     pi = np.random.default_rng(0).random(table.mask.shape).astype(np.float32)
@@ -121,24 +108,23 @@ def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
 def test_errors() -> None:
     table = make_table(0)
     pi = np.full(table.mask.shape, 0.5)
-    bad: list[tuple[str, Any]] = [
-        (r"probabilities has shape \(40, 7\)", (pi[:, :7],)),
-        (r"probabilities holds 1\.5", (pi + 1,)),
-        (r"threshold is -0\.1", (pi, -0.1)),
-        (r"threshold is 1\.5", (pi, 1.5)),
-    ]
-    for message, arguments in bad:
-        with pytest.raises(ValueError, match=message):
-            replay(table, *arguments)
     refused: list[tuple[str, Any, Any]] = [
-        ("budget_tokens is -1", replay_budget, -1),
-        ("step is 0", replay_step, 0),
-        ("step_index", replay_at, [1]),
-        ("price is -1", hindsight_oracle, -1),
+        (r"probabilities has shape \(40, 7\)", replay, (pi[:, :7],)),
+        (r"probabilities holds 1\.5", replay, (pi + 1,)),
+        (r"threshold is -0\.1", replay, (pi, -0.1)),
+        (r"threshold is 1\.5", replay, (pi, 1.5)),
+        ("budget_tokens is -1", replay_budget, (-1,)),
+        ("step is 0", replay_step, (0,)),
+        ("step_index", replay_at, ([1],)),
+        ("price is -1", hindsight_oracle, (-1,)),
     ]
-    for message, replayed, value in refused:
+    for message, replayed, values in refused:
         with pytest.raises(ValueError, match=message):
-            replayed(table, value)
+            replayed(table, *values)
+    aes = AES_ABSOLUTE
+    for message, accuracy, base_tokens in (("accuracy is 80", 80, 100), ("base_tokens is 0", 1, 0)):
+        with pytest.raises(ValueError, match=message):
+            aes(accuracy, 50, 0.8, base_tokens)
 
 
 def test_summarise_and_compare() -> None:
@@ -310,16 +296,6 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
         assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
 
 
-def test_aes_by_hand() -> None:
-    assert float(AES_ABSOLUTE(0.8, 50, 0.8, 100)) == pytest.approx(0.5)
-    assert float(AES_ABSOLUTE(0.9, 50, 0.8, 100)) == pytest.approx(0.5 + 0.3)
-    assert float(AES_ABSOLUTE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 0.5)
-    assert float(AES_RELATIVE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 7 / 8)
-    assert AES_ABSOLUTE([0.8, 0.9], [100, 50], 0.8, 100).shape == (2,)
-    assert AES_RELATIVE.label == "relative, α=1, β=3, γ=7"
-    assert AES_ABSOLUTE.label == "absolute, α=1, β=3, γ=5"
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
 def test_aes_rises_with_accuracy_and_falls_with_tokens(
     accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
@@ -329,13 +305,6 @@ def test_aes_rises_with_accuracy_and_falls_with_tokens(
     here = float(aes(accuracy, tokens, base, base_tokens))
     assert float(aes(min(1, accuracy + 0.1), tokens, base, base_tokens)) >= here
     assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
-
-
-def test_aes_errors() -> None:
-    with pytest.raises(ValueError, match="accuracy is 80"):
-        AES_ABSOLUTE(80, 50, 0.8, 100)
-    with pytest.raises(ValueError, match="base_tokens is 0"):
-        AES_ABSOLUTE(0.8, 50, 0.8, 0)
 
 
 def test_bootstrap_resamples_whole_problems() -> None:
