@@ -189,10 +189,7 @@ def calibrate(
 
 
 def boldest_kept(
-    lost: Sequence[FloatArray],
-    max_loss: float,
-    level: float,
-    test: Test = "exact",
+    lost: Sequence[FloatArray], max_loss: float, level: float, test: Test = "exact"
 ) -> IntArray:
     """The boldest setting that keeps the promise in each of C calibrations.
 

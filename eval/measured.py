@@ -276,10 +276,7 @@ def spread_values(signals: npt.ArrayLike, count: int) -> list[float]:
 
 @torch.no_grad()
 def thinking_entropies(
-    base: PreTrainedModel,
-    dataset: Any,
-    table: TraceTable,
-    progress: Progress = silent,
+    base: PreTrainedModel, dataset: Any, table: TraceTable, progress: Progress = silent
 ) -> FloatArray:
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 

@@ -37,7 +37,7 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
 
-from .evaluation import Evaluation, Rule
+from .evaluation import Report, Rule
 from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task
@@ -99,8 +99,8 @@ def evaluate_online(
     *,
     batch_problems: int = 1,
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
-) -> Evaluation:
-    """Generates what is missing and returns the evaluation; methods may be added later.
+) -> Report:
+    """Generates what is missing and returns the report; methods may be added later.
 
     Args:
         problems: what to ask.
@@ -161,7 +161,7 @@ def evaluate_online(
     for how, rows in zip(methods, others, strict=True):
         rules.append(Rule(how.method, _outcome(rows, full), how.parameter, how.parameter_name))
     index = np.repeat(np.arange(len(problems)), settings.samples_per_problem)
-    return Evaluation(rules, index, settings=identity)
+    return Report(rules, index, settings=identity)
 
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:

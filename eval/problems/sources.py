@@ -107,10 +107,7 @@ def _same(*names: str) -> dict[str, str]:
 
 
 _AIME = Benchmark(
-    (
-        ("HuggingFaceH4/aime_2024", None, "aime24/"),
-        ("MathArena/aime_2025", None, "aime25/"),
-    ),
+    (("HuggingFaceH4/aime_2024", None, "aime24/"), ("MathArena/aime_2025", None, "aime25/")),
     {"test": "train"},
     {"id": ("id", "problem_idx"), "family": ("family", "year")},
 )

@@ -186,11 +186,7 @@ PARETO = (
 DYNAMICS = "Validation after each stage of the annealing; dashes are where the price fell."
 
 
-def write_report(
-    folder: str | Path,
-    *,
-    out: str | Path | None = None,
-) -> list[Path]:
+def write_report(folder: str | Path, *, out: str | Path | None = None) -> list[Path]:
     """Writes `report.md`, and beside it the paper's tables for LaTeX, and pictures.
 
     Args:

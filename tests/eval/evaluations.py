@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ospruner.eval.evaluation import Evaluation, Rule
+from ospruner.eval.evaluation import Report, Rule
 from ospruner.eval.measured import Split, measure
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
@@ -96,7 +96,7 @@ def make_evaluation(
     mode: str = "replay",
     seed: int = 0,
     problems: int = 60,
-) -> Evaluation:
+) -> Report:
     rng = np.random.default_rng(seed)
     right = (rng.random(2 * problems) < 0.8).astype(np.float64)
     full = outcome(rng, 0.8, 400, right)
@@ -114,7 +114,7 @@ def make_evaluation(
             ("fixed budget", 200.0, "tokens", 0.7, 200),
         )
     ]
-    return Evaluation(
+    return Report(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
         rules=[Rule(FULL, full), *made],
         limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
@@ -124,7 +124,7 @@ def make_evaluation(
 
 
 def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
-    return make_evaluation(**settings).results(prices=prices)
+    return replace(make_evaluation(**settings), prices=prices).results
 
 
 def save_comparison(folder: Path, prices: Sequence[float] = (), **settings: Any) -> None:

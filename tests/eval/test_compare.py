@@ -273,7 +273,7 @@ def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
     assert row.accuracy == pytest.approx(there.mean())
     assert row.harmed == pytest.approx((right * (1 - there)).mean())
     assert row.harmed > 0
-    (found,) = (x for x in report.evaluation.rules if x.method == CONCISE)
+    (found,) = (x for x in report.rules if x.method == CONCISE)
     assert np.array_equal(found.outcome.correct, there)
     fewer = dataclasses.replace(SHORT, dataset=SHORT.dataset.take(59))
     with pytest.raises(ValueError, match="59 traces of 59 problems, 60 of 60.: label the same"):

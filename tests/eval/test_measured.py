@@ -7,22 +7,10 @@ import pytest
 from datasets import Dataset
 
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
-from ospruner.eval.measured import (
-    Split,
-    family_thresholds,
-    measure,
-    spread_values,
-    step_ends,
-)
+from ospruner.eval.measured import Split, family_thresholds, measure, spread_values, step_ends
 from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
-from ospruner.rules import (
-    FAMILIES,
-    Agreement,
-    AnswerEntropy,
-    ThinkJustEnough,
-    TrialConfidence,
-)
+from ospruner.rules import FAMILIES, Agreement, AnswerEntropy, ThinkJustEnough, TrialConfidence
 
 from .evaluations import dataset_of, replay_rule
 from .test_compare import split

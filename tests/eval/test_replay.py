@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.compare import FIXED, fixed_rules, worth_asking
-from ospruner.eval.evaluation import (
-    Evaluation,
-    Rule,
-    bootstrap_means,
-    choose,
-    intervals,
-)
+from ospruner.eval.evaluation import Report, Rule, bootstrap_means, choose, intervals
 from ospruner.eval.frontiers import frontiers, hull
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
@@ -41,7 +35,7 @@ from .evaluations import make_table, tabled
 
 def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> list[Any]:
     """The rows of a frame of rules."""
-    frame = Evaluation([Rule("full", base), *rules], index).frame(**more)
+    frame = Report([Rule("full", base), *rules], index, **more).frame
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
@@ -144,7 +138,7 @@ def test_summarise_and_compare() -> None:
         number = Estimate.of(result, name)
         assert number.low < number.value < number.high
 
-    difference = Evaluation(rules, table.problem_index).differences().loc[0]
+    difference = Report(rules, table.problem_index).differences.loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
     assert difference["aes"] == pytest.approx(result["aes"])
@@ -195,10 +189,10 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     early = table.last > 0
     assert one["answer_after_stop"] == pytest.approx(table.answer_tokens[early, 0].mean())
     assert one["answer_after_end"] == pytest.approx(table.answer_tokens[~early, 0].mean())
-    both = Evaluation([Rule("full", full), free, paid], table.problem_index)
-    between = both.differences(variant).set_index("other").loc["paid"]
+    both = Report([Rule("full", full), free, paid], table.problem_index)
+    between = replace(both, variant=variant).differences.set_index("other").loc["paid"]
     assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
-    assert both.differences().set_index("other")["aes"]["paid"] == 0
+    assert both.differences.set_index("other")["aes"]["paid"] == 0
     uncounted = replay_full(make_table(9))
     with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
         summarise([Rule("full", full)], uncounted, table.problem_index, variant=variant)
@@ -229,7 +223,7 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert twins["accuracy"] == single["accuracy"]
     assert twins["accuracy_low"] == pytest.approx(single["accuracy_low"])
     rules = [Rule("full", full), apart, alone]
-    between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["y"]
+    between = Report(rules, table.problem_index).differences.set_index("other").loc["y"]
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 

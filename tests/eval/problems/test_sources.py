@@ -15,11 +15,7 @@ from ospruner.eval.problems.problem import (
     text_key,
     text_key_1,
 )
-from ospruner.eval.problems.sources import (
-    BENCHMARKS,
-    drop_overlaps,
-    load_source,
-)
+from ospruner.eval.problems.sources import BENCHMARKS, drop_overlaps, load_source
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -61,10 +57,7 @@ EXPECTED = {
         Problem("gsm8k/test/1", "Much?", "1234567"),
     ],
     ("math500", None): [Problem("math500/algebra/7", "2+2?", "4", "Algebra")],
-    ("aime", None): [
-        Problem("aime24/60", "A?", "204", "2024"),
-        Problem("aime25/1", "B?", "70"),
-    ],
+    ("aime", None): [Problem("aime24/60", "A?", "204", "2024"), Problem("aime25/1", "B?", "70")],
     ("aime25", "test"): [Problem("aime25/1", "B?", "70")],
     ("deepscaler", None): [
         Problem(f"deepscaler/{text_key('C?')}", "C?", "5"),

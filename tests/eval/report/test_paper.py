@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ospruner.eval.evaluation import Evaluation, Rule
+from ospruner.eval.evaluation import Report, Rule
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
@@ -106,7 +106,7 @@ def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: st
         outcome.probe_tokens[:] = probes
         outcomes.append(outcome)
     rules = [Rule("full trace", outcomes[0]), Rule("FlashThink", outcomes[1])]
-    return Evaluation(rules, np.arange(5)).frame(prices=(1e-4,)).iloc[1]
+    return Report(rules, np.arange(5), prices=(1e-4,)).frame.iloc[1]
 
 
 @pytest.mark.parametrize("benchmark", ["GSM8K", "MATH-500"])

@@ -13,12 +13,7 @@ from matplotlib.figure import Figure
 
 from ospruner.durable import write_checked
 from ospruner.eval.methods import FRONTIER, FULL
-from ospruner.eval.report.pictures import (
-    assign_styles,
-    draw_dynamics,
-    draw_pareto,
-    plot_results,
-)
+from ospruner.eval.report.pictures import assign_styles, draw_dynamics, draw_pareto, plot_results
 from ospruner.eval.report.summary import told, write_report
 from ospruner.eval.results import frame_of
 
@@ -35,7 +30,7 @@ def frontier(step: float) -> list[dict[str, Any]]:
 
 def test_panels_are_drawn_side_by_side() -> None:
     panels = {
-        name: make_evaluation(benchmark=name, seed=i).frame()
+        name: make_evaluation(benchmark=name, seed=i).frame
         for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other"))
     }
     figure = draw_pareto(panels, "four")
@@ -153,7 +148,7 @@ def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told(written: dict[str, 
     every_second = np.arange(len(plain)) % 2
     looped = replace(full.outcome, truncated=every_second.astype(np.float64))
     evaluation = replace(plain, rules=[replace(full, outcome=looped), *plain.rules[1:]])
-    results, tokens = evaluation.results(), looped.tokens
+    results, tokens = evaluation.results, looped.tokens
     saved, hopeless = tokens - rule.outcome.tokens, plain.limits[0].outcome.correct < 0.5
     for name, rows in (("never_right", hopeless), ("at_cap", every_second > 0)):
         found = results.about[name]
@@ -166,6 +161,6 @@ def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told(written: dict[str, 
     assert f"probe ≥.70 {100 * probe:.0f} %" in never or "probe ≥.90" in never
     assert cut.startswith("50.0 % of the traces are cut at their cap")
     assert never.partition(";")[0] in written["report.md"].read_text("utf-8")
-    assert "at_cap" not in plain.results().about
-    assert "never_right" not in replace(plain, limits=[]).results().about
+    assert "at_cap" not in plain.results.about
+    assert "never_right" not in replace(plain, limits=[]).results.about
     assert not any("at no step" in one for one in told(replace(results, about={})))
