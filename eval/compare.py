@@ -119,10 +119,9 @@ def _in_full(name: str, other: Split, test: Split) -> Outcome:
             f"measure on ({len(other.dataset)} traces of {len(places)} problems, "
             f"{len(asked)} of {len(set(asked))}): label the same problems"
         )
-    order, right = [places[key].pop(0) for key in asked], test.table.full_correct
-    found = Outcome(*replay_full(other.table).columns()[order].T)
-    helped, harmed = found.correct * (1 - right), (1 - found.correct) * right
-    return dataclasses.replace(found, helped=helped, harmed=harmed)
+    order, found = [places[key].pop(0) for key in asked], vars(replay_full(other.table))
+    own = {name: column[order] for name, column in found.items()}
+    return Outcome.against(test.table.full_correct, **own)
 
 
 def _record(method: Method, splits: Sequence[Split], train: Split | None) -> None:

@@ -39,11 +39,8 @@ COUNT = 64
 """Thresholds of each method, the two ends included, where its signal takes as many values."""
 
 _ANSWER_COLUMNS = (
-    "forced_answers",
-    "forced_answer_tokens",
-    "forced_logprob",
-    "forced_entropy",
-    "forced_answer_entropy",
+    *("forced_answers", "forced_answer_tokens"),
+    *("forced_logprob", "forced_entropy", "forced_answer_entropy"),
 )
 
 

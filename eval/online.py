@@ -166,23 +166,18 @@ def evaluate_online(
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
     found = pd.DataFrame([vars(row) for row in rows])
-    right = np.array([row.correct for row in full])
     stopped = ~found["reason"].isin(("natural", "cap"))
-    columns = {
-        **{name: found[name] for name in ("tokens", "answer_tokens", "probe_tokens", "seconds")},
-        "correct": found["correct"],
-        "helped": found["correct"] * (1.0 - right),
-        "harmed": (1.0 - found["correct"]) * right,
-        "truncated": found["reason"] == "cap",
-        "stopped": stopped,
-        "stopped_answer": stopped * found["answer_tokens"],
-        "rethought": stopped & (found["rethinks"] > 0),
-    }
-    unknown = np.full(len(rows), np.nan)  # replay counts operations, here seconds are measured
-    known = {name: one.to_numpy(np.float64) for name, one in columns.items()}
-    return Outcome(**known, flops=unknown)
+    return Outcome.against(  # replay counts operations, here seconds are measured
+        np.array([row.correct for row in full]),
+        **found[["correct", "tokens", "answer_tokens", "probe_tokens", "seconds"]],
+        truncated=found["reason"] == "cap",
+        stopped=stopped,
+        stopped_answer=stopped * found["answer_tokens"],
+        rethought=stopped & (found["rethinks"] > 0),
+    )
 
 
+@dataclass
 class Generator:
     """transformers' `generate` with the hook in it; its time counts.
 
@@ -192,18 +187,15 @@ class Generator:
     Format and settings are those of the labels, with seed and samples of this run.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        fmt: TokenFormat,
-        task: Task,
-        settings: LabelSettings,
-    ) -> None:
-        self.base, self.tokenizer, self.fmt = base, tokenizer, fmt
-        self.task, self.settings = task, settings
-        self._engine = TransformersEngine(base, tokenizer)
-        self._eos = end_ids(base.generation_config, tokenizer)
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fmt: TokenFormat
+    task: Task
+    settings: LabelSettings
+
+    def __post_init__(self) -> None:
+        self._engine = TransformersEngine(self.base, self.tokenizer)
+        self._eos = end_ids(self.base.generation_config, self.tokenizer)
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
 
     def run(self, how: How, batch: Sequence[OnlineProblem], first_problem: int) -> list[SampleRow]:

@@ -81,11 +81,13 @@ def outcome(
 ) -> Outcome:
     n = len(full)
     correct = (rng.random(n) < accuracy).astype(np.float64)
-    spent = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n).astype(np.float64)
-    none, five, unknown = np.zeros(n), np.full(n, 5.0), np.full(n, np.nan)
-    changed = correct * (1 - full), (1 - correct) * full
-    return Outcome(
-        correct, spent, five, *changed, none, none, unknown, unknown, none + 1, five, none
+    none, five = np.zeros(n), np.full(n, 5.0)
+    return Outcome.against(
+        full,
+        correct=correct,
+        tokens=rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n),
+        **{"answer_tokens": five, "stopped_answer": five, "stopped": none + 1},
+        **dict.fromkeys(("truncated", "probe_tokens", "rethought"), none),
     )
 
 

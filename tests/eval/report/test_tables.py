@@ -87,9 +87,6 @@ def test_results_stand_in_80_columns_with_their_intervals() -> None:
     table = results_table(frame_of([counted]))
     assert any(re.search(r"0\.42 ±0\.07 +2\.0 *$", line) for line in lines_of(table))
     assert "2.0 [1.0, 3.0]" in table.markdown(), "names need the width in terminals alone"
-
-
-def test_scores_of_two_variants_are_not_mixed() -> None:
     other = RESULTS[1] | {"aes_label": AES_RELATIVE.label}
     with pytest.raises(ValueError, match="results of one AES"):
         results_table(frame_of([RESULTS[0], other]))
