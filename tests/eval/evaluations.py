@@ -38,6 +38,17 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
     return TraceTable(**{**values, **columns})
 
 
+def graded(grades: Any, per_problem: int = 1) -> TraceTable:
+    """Traces whose steps have these grades (N, T), and take 10 tokens each."""
+    correct = np.array(grades, np.float64)
+    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
+    index = np.arange(len(correct)) // per_problem
+    known: dict[str, Any] = {"problem_index": index, "lengths": lengths, "correct": correct}
+    return tabled(
+        np.ones(correct.shape, bool), **known, problem_ids=[f"p{i}" for i in range(index[-1] + 1)]
+    )
+
+
 def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1) -> TraceTable:
     """Traces of 1 to `steps` steps, each right or wrong by chance."""
     rng = np.random.default_rng(seed)

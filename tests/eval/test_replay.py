@@ -30,7 +30,7 @@ from ospruner.eval.replay import (
 from ospruner.eval.results import Estimate
 from ospruner.eval.table import FloatArray, IntArray, TraceTable
 
-from .evaluations import make_table, tabled
+from .evaluations import graded, make_table
 
 
 def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> list[Any]:
@@ -247,7 +247,7 @@ def test_no_rule_beats_the_oracle(seed: int, penalty: float) -> None:
 
 
 def test_oracles_by_hand() -> None:
-    table = table_of([[0, 1, 1], [0, 1, 0], [0, 0, 0]])
+    table = graded([[0, 1, 1], [0, 1, 0], [0, 0, 0]])
     oracle = hindsight_oracle(table)
     assert oracle.tokens.tolist() == [20, 20, 10]
     assert oracle.correct.tolist() == [1, 1, 0]
@@ -322,15 +322,8 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.90 <= hits / 200 <= 0.985
 
 
-def table_of(grades: list[list[float]]) -> TraceTable:
-    """Traces whose steps take 10 tokens each."""
-    correct = np.array(grades)
-    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
-    return tabled(np.ones(correct.shape, bool), correct=correct, lengths=lengths)
-
-
 # Right from the second step on, or only at the fourth.
-TABLE = table_of([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
+TABLE = graded([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
 ORACLE = hindsight_oracle(TABLE)
 
 
