@@ -60,13 +60,7 @@ class OnlineProblem(NamedTuple):
 
 
 def labelled_problems(traces: Any, limit: int | None = None) -> list[OnlineProblem]:
-    """The first so many problems of labels, each once, in order.
-
-    Raises:
-        ValueError: limit < 1.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
+    """The first so many problems of labels, each once, in order."""
     found: dict[str, OnlineProblem] = {}
     columns = ["problem_id", "problem", "answer", "family", "prompt_ids"]
     for row in traces.select_columns(columns):

@@ -92,8 +92,6 @@ class Judged:
         named = isinstance(labels, str | Path)
         self.name = str(labels) if named else self.labels.source or "these labels"
         if limit is not None:
-            if limit < 1:
-                raise ValueError(f"limit is {limit}; it must be at least 1")
             self.traces = self.traces.take(min(limit, len(self.traces)))
         self.device, self.progress = device_named(device), progress
         self._base, self._states, self._loaded = base, states, model
@@ -283,6 +281,8 @@ def compare(
     """
     if not methods and str(labels).endswith(".parquet"):
         return report_of(Recorded.read(labels))
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
     if online and choose_on is not None:
         raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
