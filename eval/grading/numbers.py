@@ -143,13 +143,9 @@ def _unwrapped(text: str) -> str:
 @cache
 def _below_a_thousand() -> dict[str, int]:
     """Whole numbers by their words."""
-    tens = [f"{ten} {one}" for ten in _TENS for one in ("", *_ONES[1:10])]
-    small = [*_ONES, *(text.strip() for text in tens)]
-    known = {text: n for n, text in enumerate(small)}
-    for n in range(1, 10):
-        known |= {f"{_ONES[n]} hundred {text}": 100 * n + m for m, text in enumerate(small) if m}
-        known[f"{_ONES[n]} hundred"] = 100 * n
-    return known
+    small = [*_ONES, *(f"{ten} {one}" for ten in _TENS for one in _ONES[:10])]
+    whole = [*small, *(f"{one} hundred {text}" for one in _ONES[1:10] for text in small)]
+    return {text.removesuffix(" zero"): n for n, text in enumerate(whole)}
 
 
 def _spelled(text: str) -> int | None:
