@@ -132,10 +132,8 @@ def resampled(
             seeds are not, for a policy is the same on all traces.
     """
     columns = [vars(one)[name] for block in blocks for one in block for name in names]
-    values, seed = np.column_stack(columns), 0xFFFF if validation else 0
-    means = np.concatenate(  # row 0: all traces
-        [values.mean(axis=0)[None], bootstrap_means(values, problem_index, replicates, seed)]
-    )
+    seed = 0xFFFF if validation else 0
+    means = bootstrap_means(np.column_stack(columns), problem_index, replicates, seed)
     found, start = np.empty((len(means), len(blocks), len(names))), 0
     for number, block in enumerate(blocks):
         part = means[:, start : (start := start + len(names) * len(block))]
@@ -147,7 +145,7 @@ def resampled(
 def bootstrap_means(
     values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
 ) -> FloatArray:
-    """(B, K) means over traces in each resample of the problems.
+    """(1 + B, K) means over all traces, then over those of each resample of the problems.
 
     Values are (N, K), K quantities of each trace. The resamples depend on the seed, on the number
     of problems and on B only.
@@ -158,8 +156,7 @@ def bootstrap_means(
     uniform = np.full(problems, 1.0 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, uniform, size=replicates)  # (B, P)
     totals = drawn @ sums  # (B, K+1)
-    means: FloatArray = totals[:, :-1] / totals[:, -1:]
-    return means
+    return np.concatenate([values.mean(axis=0)[None], totals[:, :-1] / totals[:, -1:]])
 
 
 def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
@@ -373,8 +370,7 @@ class Report:
         if self.natural_correct is None or np.isnan(self.natural_correct).all():
             return None
         right = np.nan_to_num(self.natural_correct)
-        drawn = bootstrap_means(right[:, None], self.problem_index)
-        found = intervals({"right": np.concatenate([[[right.mean()]], drawn])})
+        found = intervals({"right": bootstrap_means(right[:, None], self.problem_index)})
         return Estimate.of(found.iloc[0], "right")
 
     def _whence(self) -> dict[str, Any]:

@@ -127,15 +127,13 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        of_split = {name: whole.filter(pa.compute.equal(whole["split"], name)) for name in _SPLITS}
-        beside = {"test": facts["beside"]}
+        splits = []
+        for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True):
+            if len(rows := whole.filter(pa.compute.equal(whole["split"], name))):
+                splits.append(_split(rows, configs, beside))
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
-            splits=[
-                _split(rows, configs, beside.get(name, ()))
-                for name, rows in of_split.items()
-                if len(rows)
-            ],
+            splits=splits,
             variant=AesVariant(**facts["variant"]),
             made_by=facts["made_by"],
             **{name: facts[name] for name in _KEPT},
