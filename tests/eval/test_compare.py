@@ -20,8 +20,9 @@ from pandas.testing import assert_frame_equal
 import ospruner
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Report, compare, report_of
+from ospruner.eval.compare import compare, report_of
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
+from ospruner.eval.evaluation import Report
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Predicted, Split
 from ospruner.eval.methods import PolicyUse, parse_policies

@@ -72,7 +72,8 @@ def evaluate(
     batch_problems: int = 2,
     **changes: Any,
 ) -> Report:
-    settings, more = dataclasses.replace(SETTINGS, **changes), {"batch_problems": batch_problems}
+    settings = dataclasses.replace(SETTINGS, **changes)
+    more: dict[str, Any] = {"batch_problems": batch_problems}
     return evaluate_online(PROBLEMS, methods, generate, settings, ABOUT, out, **more)
 
 
