@@ -23,6 +23,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
+from scipy.special import expit
 from scipy.stats import multinomial
 
 from .replay import Outcome, replay_full
@@ -30,9 +31,7 @@ from .table import BoolArray, FloatArray, IntArray, TraceTable
 
 Test = Literal["exact", "betting"]
 
-THRESHOLDS = tuple(
-    round(float(1 / (1 + np.exp(-logit))), 6) for logit in np.linspace(7.0, -4.0, 45)
-)
+THRESHOLDS: tuple[float, ...] = tuple(expit(np.linspace(7.0, -4.0, 45)).round(6).tolist())
 """Stop probabilities from careful (.999) to bold (.018), in even steps of the logit."""
 
 VARIANCE, PRIOR_PROBLEMS = 0.06, 50
@@ -124,6 +123,11 @@ def _by_problem(table: TraceTable, values: FloatArray) -> FloatArray:
     return np.bincount(table.problem_index, weights=values) / counts
 
 
+def _test_of(lost: Sequence[FloatArray]) -> Test:
+    """The exact paired test where each problem's loss is -1, 0 or 1."""
+    return "exact" if all(np.isin(one, (-1.0, 0.0, 1.0)).all() for one in lost) else "betting"
+
+
 def calibrate(
     table: TraceTable,
     outcomes: Sequence[tuple[float, Outcome]],
@@ -161,8 +165,7 @@ def calibrate(
     places = [hashlib.sha256(f"{salt}/{one}".encode()).digest() for one in table.problem_ids]
     order = sorted(range(len(places)), key=places.__getitem__)
     tested = [losses(table, outcome)[order] for _, outcome in outcomes]
-    paired = all(bool(np.isin(lost, (-1.0, 0.0, 1.0)).all()) for lost in tested)
-    test: Test = "exact" if paired else "betting"
+    test = _test_of(tested)
     level = (1 - confidence) / looks
     kept = int(boldest_kept([lost[None] for lost in tested], max_loss, level, test)[0])
     shown = max(kept, 0)
@@ -189,10 +192,7 @@ def calibrate(
 
 
 def boldest_kept(
-    lost: Sequence[FloatArray],
-    max_loss: float,
-    level: float,
-    test: Test = "exact",
+    lost: Sequence[FloatArray], max_loss: float, level: float, test: Test = "exact"
 ) -> IntArray:
     """The boldest setting that keeps the promise in each of C calibrations.
 
@@ -236,9 +236,7 @@ def forecast(
     shares of the thinking tokens that they save.
     """
     picks = np.random.default_rng(problems).integers(0, len(lost[0]), (FORECASTS, problems))
-    paired = all(bool(np.isin(one, (-1.0, 0.0, 1.0)).all()) for one in lost)
-    test: Test = "exact" if paired else "betting"
-    kept = boldest_kept([one[picks] for one in lost], max_loss, level, test)
+    kept = boldest_kept([one[picks] for one in lost], max_loss, level, _test_of(lost))
     return float(np.where(kept >= 0, saved[kept], 0.0).mean())
 
 

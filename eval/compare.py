@@ -12,24 +12,20 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Evaluation, Rule, choose, trace_hash
+from .evaluation import Report, Rule, choose, trace_hash
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
 from .measured import Measured, Predicted, Split, family_thresholds, measure
 from .methods import FULL, ORACLE, PolicyUse
 from .problems.problem import shared_problems, text_key
-from .recorded import SIGNALS_FILE, Method, Recorded, key_of
+from .recorded import Method, Recorded, key_of
 from .replay import (
     Outcome,
     budget_candidates,
@@ -42,70 +38,7 @@ from .replay import (
     replay_full,
     replay_step,
 )
-from .report.tables import MAIN, Table
-from .results import RESULTS_FILE, Results, frame_of, main_rows, refuse_other_settings
 from .table import TraceTable
-
-_MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
-
-
-@dataclass(frozen=True, eq=False)
-class Report:
-    """What a comparison found.
-
-    Attributes:
-        evaluation: the outcomes, trace by trace.
-        results: every number with its interval, as the file holds it.
-        recorded: what they were computed from; None of what was generated.
-    """
-
-    evaluation: Evaluation
-    results: Results
-    recorded: Recorded | None = None
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A row for each rule and limit; see `Results`."""
-        return self.results.frame
-
-    @property
-    def frontiers(self) -> pd.DataFrame:
-        """A row for each method; empty without traces to choose on; see `Results`."""
-        return self.results.frontiers
-
-    def plot(self, path: str | Path) -> None:
-        """Draws accuracy over thinking tokens; see `pictures.draw_pareto`.
-
-        Args:
-            path: the picture to write, PNG or what its suffix says.
-        """
-        from .report.pictures import draw_pareto  # matplotlib is slow to import
-
-        title = f"{self.results.dataset}: {self.results.setting}"
-        draw_pareto({"": self.frame}, title).savefig(path)
-
-    def to_latex(self) -> str:
-        """The main numbers as a LaTeX table, each with its interval; rows as `main_rows`."""
-        return Table.of(main_rows(self.frame), MAIN, corner="method").latex()
-
-    def save(self, folder: str | Path) -> None:
-        """Writes numbers, picture and signals into a folder; those of the same settings go.
-
-        Raises:
-            ValueError: the folder holds a comparison of other settings, or other files.
-        """
-        folder = Path(folder)
-        refuse_other_settings(folder, self.evaluation.settings)
-        folder.mkdir(parents=True, exist_ok=True)
-
-        self.results.save(folder / RESULTS_FILE)
-        self.plot(folder / "pareto.png")
-        if self.recorded is not None:
-            made_by = self.recorded.made_by
-            if not made_by:
-                own = dataclasses.asdict(provenance(folder, seed=0))
-                made_by = {name: own[name] for name in _MADE_BY}
-            self.recorded.save(folder / SIGNALS_FILE, made_by)
 
 
 def compare(
@@ -126,7 +59,7 @@ def compare(
         choose_on: traces of other problems; see `ospruner.compare`.
         train: on which to fit LearnStop.
         beside: other labels of the test problems by the name of their row: their full traces.
-        settings: of the evaluation; see `Evaluation`.
+        settings: of the comparison; see `Report`.
         more: of `Recorded`: variant, prices, replicates, about.
 
     Raises:
@@ -186,10 +119,9 @@ def _in_full(name: str, other: Split, test: Split) -> Outcome:
             f"measure on ({len(other.dataset)} traces of {len(places)} problems, "
             f"{len(asked)} of {len(set(asked))}): label the same problems"
         )
-    order, right = [places[key].pop(0) for key in asked], test.table.full_correct
-    found = Outcome(*replay_full(other.table).columns()[order].T)
-    helped, harmed = found.correct * (1 - right), (1 - found.correct) * right
-    return dataclasses.replace(found, helped=helped, harmed=harmed)
+    order, found = [places[key].pop(0) for key in asked], vars(replay_full(other.table))
+    own = {name: column[order] for name, column in found.items()}
+    return Outcome.against(test.table.full_correct, **own)
 
 
 def _record(method: Method, splits: Sequence[Split], train: Split | None) -> None:
@@ -238,8 +170,9 @@ def report_of(recorded: Recorded) -> Report:
         Rule(ORACLE, hindsight_oracle(table)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
     ]
-    areas, on_frontier = frame_of([], "frontiers"), set()
+    on_frontier: set[tuple[str, float | None]] = set()
     scores: dict[tuple[str, float | None], float] = {}  # AES on validation
+    more: dict[str, Any] = {}
     if others:
         there = others[0].table
         full, fixed = replay_full(there), fixed_rules(there, table)
@@ -255,25 +188,28 @@ def report_of(recorded: Recorded) -> Report:
         # Rules that anyone has, and the one that knows the grades, beside the methods.
         everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}
         everything[ORACLE] = oracle_rules(there, table)
-        areas, places = frontiers(
+        more["frontiers"], places = frontiers(
             everything, there, table, recorded.prices, recorded.replicates, variant=variant
         )
         on_frontier = {(m, everything[m][k].parameter) for m, ks in places.items() for k in ks}
-    evaluation = Evaluation(
-        settings=recorded.settings,
-        rules=[Rule(FULL, replay_full(table)), *beside, *rules],
-        limits=limits,
-        problem_index=table.problem_index,
-        natural_correct=table.natural_correct,
-    )
-    results = evaluation.results(variant, recorded.prices)
-    keys = [(one.method, one.parameter) for one in (*evaluation.rules, *evaluation.limits)]
-    marked = results.frame.assign(frontier=[key in on_frontier for key in keys])
+    rules = [Rule(FULL, replay_full(table)), *beside, *rules]
+    keys = [(one.method, one.parameter) for one in (*rules, *limits)]
+    marks: dict[str, list[Any]] = {"frontier": [key in on_frontier for key in keys]}
     if scores:
-        marked["validation_aes"] = [scores.get(key, np.nan) for key in keys]
-    about = {**results.about, "left_out": dict(recorded.left_out), **recorded.about}
-    results = dataclasses.replace(results, frame=marked, frontiers=areas, about=about)
-    return Report(evaluation, results, recorded)
+        marks["validation_aes"] = [scores.get(key, np.nan) for key in keys]
+    return Report(
+        rules,
+        table.problem_index,
+        limits,
+        recorded.settings,
+        table.natural_correct,
+        variant,
+        recorded.prices,
+        marks=marks,
+        about={"left_out": dict(recorded.left_out), **recorded.about},
+        recorded=recorded,
+        **more,
+    )
 
 
 FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the end"}

@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -20,10 +21,12 @@ import pandas as pd
 from .methods import FRONTIER, ORACLE
 from .metrics import AES_ABSOLUTE, AesVariant, reduction
 from .replay import Outcome
+from .report.tables import MAIN, Table
 from .results import (
     ENDS,
     FIRST,
     NAMED,
+    RESULTS_FILE,
     Estimate,
     Results,
     best_rows,
@@ -31,8 +34,12 @@ from .results import (
     main_rows,
     parameter_text,
     price_name,
+    refuse_other_settings,
 )
 from .table import FloatArray, IntArray, TraceTable
+
+if TYPE_CHECKING:
+    from .recorded import Recorded
 
 REPLICATES = 2_000
 _MEANS = tuple(one.name for one in dataclasses.fields(Outcome))
@@ -125,10 +132,8 @@ def resampled(
             seeds are not, for a policy is the same on all traces.
     """
     columns = [vars(one)[name] for block in blocks for one in block for name in names]
-    values, seed = np.column_stack(columns), 0xFFFF if validation else 0
-    means = np.concatenate(  # row 0: all traces
-        [values.mean(axis=0)[None], bootstrap_means(values, problem_index, replicates, seed)]
-    )
+    seed = 0xFFFF if validation else 0
+    means = bootstrap_means(np.column_stack(columns), problem_index, replicates, seed)
     found, start = np.empty((len(means), len(blocks), len(names))), 0
     for number, block in enumerate(blocks):
         part = means[:, start : (start := start + len(names) * len(block))]
@@ -140,7 +145,7 @@ def resampled(
 def bootstrap_means(
     values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
 ) -> FloatArray:
-    """(B, K) means over traces in each resample of the problems.
+    """(1 + B, K) means over all traces, then over those of each resample of the problems.
 
     Values are (N, K), K quantities of each trace. The resamples depend on the seed, on the number
     of problems and on B only.
@@ -151,8 +156,7 @@ def bootstrap_means(
     uniform = np.full(problems, 1.0 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, uniform, size=replicates)  # (B, P)
     totals = drawn @ sums  # (B, K+1)
-    means: FloatArray = totals[:, :-1] / totals[:, -1:]
-    return means
+    return np.concatenate([values.mean(axis=0)[None], totals[:, :-1] / totals[:, -1:]])
 
 
 def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
@@ -179,7 +183,7 @@ def intervals(numbers: Numbers) -> pd.DataFrame:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class Report:
     """Rules on N traces of one model and benchmark; their resamples are made once.
 
     Attributes:
@@ -190,6 +194,12 @@ class Evaluation:
             "online"), and whatever else has to agree before two runs may be mixed. JSON-ready.
         natural_correct: (N,) grade of the answer after the trace's own end; NaN where there is
             none. It is never mixed with forced answers.
+        variant: which AES.
+        prices: of a token, for rewards.
+        frontiers: a row for each method; empty without traces to choose on; see `Results`.
+        marks: further columns of the frame, by name.
+        about: what else the results say about themselves, JSON values.
+        recorded: what all was computed from; None of what was generated.
     """
 
     rules: Sequence[Rule]
@@ -197,6 +207,12 @@ class Evaluation:
     limits: Sequence[Rule] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     natural_correct: FloatArray | None = None
+    variant: AesVariant = AES_ABSOLUTE
+    prices: Sequence[float] = ()
+    frontiers: pd.DataFrame = field(default_factory=partial(frame_of, [], "frontiers"))
+    marks: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
     def __len__(self) -> int:
         return len(self.problem_index)
@@ -223,10 +239,48 @@ class Evaluation:
                 found[:, number] = means[np.arange(len(place)), place]
         return dict(zip(_MEANS, found.transpose(2, 0, 1), strict=True))
 
-    def frame(
-        self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
-    ) -> pd.DataFrame:
-        """A row for each rule and each limit, with rewards at prices of a token; see `Results`."""
+    @cached_property
+    def _numbers(self) -> Numbers:
+        """The numbers of the frame, from the means of all."""
+        own = self._means
+        full = {name: values[:, :1] for name, values in own.items()}
+        generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
+        computed = own["flops"] / full["flops"]
+        paid, base = {
+            "thinking": (own["tokens"], full["tokens"]),
+            "generated": (generated, of_full),
+            "compute": (computed * full["tokens"], full["tokens"]),
+        }[self.variant.charge]
+        if np.isnan(paid).any():
+            raise ValueError(
+                "charge is 'compute', but what these rules compute was not counted: evaluate again "
+                "with this version of ospruner, or charge 'thinking'"
+            )
+        with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
+            after_stop = own["stopped_answer"] / own["stopped"]
+            after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
+        same = ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens", "rethought")
+        rewards = {f"reward@{price_name(one)}": own["correct"] - one * paid for one in self.prices}
+        return {
+            "accuracy": own["correct"],
+            "tokens": own["tokens"],
+            "reduction": reduction(own["tokens"], full["tokens"]),
+            "aes": self.variant(own["correct"], paid, full["correct"], base),
+            **{name: own[name] for name in same},
+            "answer_after_stop": np.where(own["stopped"] > 0, after_stop, np.nan),
+            "answer_after_end": np.where(own["stopped"] < 1, after_end, np.nan),
+            "generated_tokens": generated,
+            "total_reduction": reduction(generated, of_full),
+            "time_ratio": own["seconds"] / full["seconds"],
+            "tokens_per_second": generated / own["seconds"],
+            "flops": own["flops"],
+            "flops_ratio": computed,
+            **rewards,
+        }
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row for each rule and each limit; see `Results`."""
         rows = [
             {
                 "kind": kind,
@@ -236,31 +290,31 @@ class Evaluation:
             for kind, rules in (("rule", self.rules), ("limit", self.limits))
             for rule in rules
         ]
-        frame = pd.DataFrame(rows).join(intervals(_numbers(self._means, variant, prices)))
-        problems = len(np.unique(self.problem_index))
-        return frame_of(frame.assign(aes_label=variant.label, traces=len(self), problems=problems))
+        frame = pd.DataFrame(rows).join(intervals(self._numbers))
+        counts = {"traces": len(self), "problems": len(np.unique(self.problem_index))}
+        return frame_of(frame.assign(aes_label=self.variant.label, **counts, **self.marks))
 
-    def differences(self, variant: AesVariant = AES_ABSOLUTE) -> pd.DataFrame:
+    @cached_property
+    def differences(self) -> pd.DataFrame:
         """Paired differences of one method's best rule to every other method's, of `main_rows`.
 
         The one is OS-Pruner where it is there, else the first after the full trace.
         """
-        best = best_rows(main_rows(self.frame(variant)))
+        best = best_rows(main_rows(self.frame))
         places = dict(zip(best["method"], best.index.tolist(), strict=True))
         methods = [method for method in places if method != self.rules[0].method]
         if not methods:
             return frame_of([], "differences")
         ours = places.pop(FRONTIER if FRONTIER in places else methods[0])
-        others, numbers = list(places.values()), _numbers(self._means, variant)
-        apart = {
-            name: numbers[name][:, [ours]] - numbers[name][:, others]
-            for name in ("accuracy", "tokens", "reduction", "aes")
-        }
+        others, names = list(places.values()), ("accuracy", "tokens", "reduction", "aes")
+        numbers = {name: self._numbers[name] for name in names}
+        apart = {name: one[:, [ours]] - one[:, others] for name, one in numbers.items()}
         rows = [{"rule": self.rules[ours].name, "other": self.rules[one].name} for one in others]
         return frame_of(pd.DataFrame(rows).join(intervals(apart)), "differences")
 
-    def results(self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()) -> Results:
-        """Every number with its interval.
+    @cached_property
+    def results(self) -> Results:
+        """Every number with its interval, as the file holds it.
 
         Raises:
             ValueError: `settings` does not name the evaluation.
@@ -274,30 +328,56 @@ class Evaluation:
         return Results(
             dataset=said["benchmark"],
             setting=", ".join(setting),
-            frame=self.frame(variant, prices),
-            differences=self.differences(variant),
+            frame=self.frame,
+            differences=self.differences,
+            frontiers=self.frontiers,
             natural_accuracy=self._natural(),
-            about={"settings": dict(said), **self._whence()},
+            about={"settings": dict(said), **self._whence(), **self.about},
         )
+
+    def plot(self, path: str | Path) -> None:
+        """Draws accuracy over thinking tokens; see `pictures.draw_pareto`.
+
+        Args:
+            path: the picture to write, PNG or what its suffix says.
+        """
+        from .report.pictures import draw_pareto  # matplotlib is slow to import
+
+        title = f"{self.results.dataset}: {self.results.setting}"
+        draw_pareto({"": self.frame}, title).savefig(path)
+
+    def to_latex(self) -> str:
+        """The main numbers as a LaTeX table, each with its interval; rows as `main_rows`."""
+        return Table.of(main_rows(self.frame), MAIN, corner="method").latex()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes numbers, picture and signals into a folder; those of the same settings go.
+
+        Raises:
+            ValueError: the folder holds a comparison of other settings, or other files.
+        """
+        folder = Path(folder)
+        refuse_other_settings(folder, self.settings)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        self.results.save(folder / RESULTS_FILE)
+        self.plot(folder / "pareto.png")
+        if self.recorded is not None:
+            self.recorded.save(folder)
 
     def _natural(self) -> Estimate | None:
         """Accuracy of the natural answers; one without a verdict counts as wrong."""
         if self.natural_correct is None or np.isnan(self.natural_correct).all():
             return None
         right = np.nan_to_num(self.natural_correct)
-        drawn = bootstrap_means(right[:, None], self.problem_index)
-        found = intervals({"right": np.concatenate([[[right.mean()]], drawn])})
+        found = intervals({"right": bootstrap_means(right[:, None], self.problem_index)})
         return Estimate.of(found.iloc[0], "right")
 
     def _whence(self) -> dict[str, Any]:
-        """How much of what rules save is of traces that are hopeless, or were cut at their cap.
+        """The shares of hopeless traces ("never_right") and of those cut at their cap ("at_cap").
 
-        The hindsight oracle is right wherever a trace ever is.
-
-        Returns:
-            Under "never_right", where that is known, and "at_cap", where there are such traces:
-            their share of the "traces", of the full traces' "tokens", and under "saved" of each
-            rule's savings, None where it saves nothing.
+        Of the traces, of the full traces' tokens, and of each rule's savings, None where it saves
+        nothing. The hindsight oracle is right wherever a trace ever is.
         """
         which = {"at_cap": self.full.truncated > 0}
         oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
@@ -323,46 +403,6 @@ def of_probabilities(settings: Mapping[str, Any]) -> bool:
     """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
     task = settings.get("label_settings", {}).get("task", {})
     return bool(task.get("labels") == "probability")
-
-
-def _numbers(own: Numbers, variant: AesVariant, prices: Sequence[float] = ()) -> Numbers:
-    """The numbers of a frame from the rules' means, of which the first are the full traces'."""
-    full = {name: values[:, :1] for name, values in own.items()}
-    generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-    computed = own["flops"] / full["flops"]
-    paid, base = {
-        "thinking": (own["tokens"], full["tokens"]),
-        "generated": (generated, of_full),
-        "compute": (computed * full["tokens"], full["tokens"]),
-    }[variant.charge]
-    if np.isnan(paid).any():
-        raise ValueError(
-            "charge is 'compute', but what these rules compute was not counted: evaluate again "
-            "with this version of ospruner, or charge 'thinking'"
-        )
-    with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
-        after_stop = own["stopped_answer"] / own["stopped"]
-        after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
-    return {
-        "accuracy": own["correct"],
-        "tokens": own["tokens"],
-        "reduction": reduction(own["tokens"], full["tokens"]),
-        "aes": variant(own["correct"], paid, full["correct"], base),
-        **{
-            name: own[name]
-            for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
-        },
-        "answer_after_stop": np.where(own["stopped"] > 0, after_stop, np.nan),
-        "answer_after_end": np.where(own["stopped"] < 1, after_end, np.nan),
-        "rethought": own["rethought"],
-        "generated_tokens": generated,
-        "total_reduction": reduction(generated, of_full),
-        "time_ratio": own["seconds"] / full["seconds"],
-        "tokens_per_second": generated / own["seconds"],
-        "flops": own["flops"],
-        "flops_ratio": computed,
-        **{f"reward@{price_name(price)}": own["correct"] - price * paid for price in prices},
-    }
 
 
 def trace_hash(table: TraceTable) -> str:

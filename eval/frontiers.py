@@ -83,7 +83,10 @@ def frontiers(
     """Area, the first method's lead, and the share of the oracle's gap of each method.
 
     Beside the lead stands what the first method, at the setting of its highest AES on validation,
-    thinks less than each other method needs for the same accuracy (`tokens_for`).
+    thinks less than each other method needs for the same accuracy (`tokens_for`). The share of the
+    gap at a price is (R - R_full) / (R_oracle - R_full), R = accuracy - price * tokens on test, of
+    that rule of a method, or trivial one, which has the highest R on validation: there no method is
+    below 0; on test one may be, by as much as its choice was unlucky.
 
     A resample draws problems of both splits and training seeds anew, the same for all methods, and
     each method chooses its frontier, and its rule at a price, again on what was drawn for
@@ -116,8 +119,8 @@ def frontiers(
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
         areas = np.array([area(line) for line in lines])
         if not chosen and rules:
-            taken, _ = choose(rules, *ends[0], validation.problem_index, variant, replicates)
-            ours = measured[np.arange(1 + replicates), 2 + np.asarray(taken.picks)]
+            best, _ = choose(rules, *ends[0], validation.problem_index, variant, replicates)
+            ours = measured[np.arange(1 + replicates), 2 + np.asarray(best.picks)]
         needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
         fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
         numbers["area"].append(areas)
@@ -125,29 +128,11 @@ def frontiers(
         numbers["fewer"].append(fewer if chosen else nothing)
         for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
             rewards, before = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
-            share = _gap_closed(before, rewards[:, own], rewards[:, oracle])
-            numbers[f"gap@{price_name(price)}"].append(share)
+            taken = np.take_along_axis(rewards, before.argmax(axis=1)[:, None], axis=1)[:, 0]
+            whole = rewards[:, oracle] - rewards[:, 0]
+            numbers[f"gap@{price_name(price)}"].append((taken - rewards[:, 0]) / whole)
         validation_areas.append(area(_on_hull(chosen_on[0], chosen_on[0])))
         chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]
     found = intervals({name: np.stack(of, axis=1) for name, of in numbers.items()})
     frame = pd.DataFrame({"method": list(methods), "validation_area": validation_areas})
     return frame_of(frame.join(found), "frontiers"), chosen
-
-
-def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) -> FloatArray:
-    """(1 + B,) how much of the reward between full trace and hindsight oracle a method gets.
-
-    (R - R_full) / (R_oracle - R_full), with R = accuracy - lambda tokens on the test traces; 0 is
-    the full trace, 1 the oracle, which no rule without hindsight can be sure of. Of the method's
-    rules and the two trivial ones, which whoever has its rules has, too, the one of the highest
-    reward on validation is taken, and again in each resample. On the validation traces no method is
-    below 0; on test traces one may be, by as much as its choice was unlucky.
-
-    Args:
-        chosen_on: (1 + B, R) rewards on validation; the first rule never stops.
-        rewards: (1 + B, R) the same on the test traces.
-        oracle: (1 + B,) the oracle's there.
-    """
-    taken = np.take_along_axis(rewards, chosen_on.argmax(axis=1)[:, None], axis=1)[:, 0]
-    share: FloatArray = (taken - rewards[:, 0]) / (oracle - rewards[:, 0])
-    return share

@@ -7,13 +7,11 @@ at each labelled step, and is a logistic regression on the same kinds of scalars
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import minimize
 from scipy.special import expit
 
@@ -73,10 +71,8 @@ def _measured(split: Split, found: FloatArray) -> Measured:
 def features_of(split: Split) -> FloatArray:
     """(N, T, F) scalars that depend on the trace up to the step, never on a grade."""
     table = split.table
-    columns = split.dataset.select_columns(list(_ANSWERS))[:]
     answers = np.zeros((*table.mask.shape, 8))
-    for n, rows in enumerate(zip(*(columns[name] for name in _ANSWERS), strict=True)):
-        answers[n, : table.num_steps[n]] = _of_answers(*rows)
+    answers[table.mask] = _of_answers(split)
     lengths = np.where(table.mask, table.lengths, 0)
     steps = np.cumsum(table.mask, axis=1)
     scale = max(1.0, float(table.full_tokens.mean()))
@@ -93,31 +89,26 @@ def features_of(split: Split) -> FloatArray:
     return np.concatenate([answers, np.stack(parts, axis=-1)], axis=-1)
 
 
-def _of_answers(
-    answers: Sequence[str], entropies: Sequence[float | None], logprobs: Sequence[float | None]
-) -> list[tuple[float, ...]]:
-    """Certainty of the answer forced at each step, and how it agrees with those before it."""
-    found: list[tuple[float, ...]] = []
-    counts: Counter[str] = Counter()
-    run, previous = 0, None
-    for answer, entropy, logprob in zip(answers, entropies, logprobs, strict=True):
-        counts[answer] += 1
-        run = run + 1 if answer == previous else 1
-        previous = answer
-        sure = _LOGPROB if logprob is None else logprob
-        found.append(
-            (
-                _ENTROPY if entropy is None else entropy,
-                math.exp(sure),
-                max(sure, _LOGPROB),
-                math.log(run),
-                math.log(counts[answer]),
-                counts[answer] / counts.total(),
-                math.log(len(counts)),
-                float(not answer),
-            )
-        )
-    return found
+def _of_answers(split: Split) -> FloatArray:
+    """(S, 8) certainty of each forced answer, and how it agrees with the trace's earlier ones.
+
+    S are the steps of all traces, one trace after another.
+    """
+    columns = split.dataset.select_columns(list(_ANSWERS))[:]
+    trace = pd.Series(np.repeat(np.arange(len(split.table)), split.table.num_steps))
+    answer, entropy, logprob = (
+        pd.Series([one for row in columns[name] for one in row]) for name in _ANSWERS
+    )
+    sure = logprob.astype(float).fillna(_LOGPROB)
+    changes = (answer != answer.shift()) | (trace != trace.shift())
+    run, times, steps = (
+        one.groupby(by).cumcount() + 1
+        for one, by in ((answer, changes.cumsum()), (answer, [trace, answer]), (trace, trace))
+    )
+    different = (times == 1).groupby(trace).cumsum()
+    certain = entropy.astype(float).fillna(_ENTROPY), np.exp(sure), sure.clip(lower=_LOGPROB)
+    agrees = np.log(run), np.log(times), times / steps, np.log(different), answer == ""
+    return np.column_stack([*certain, *agrees])
 
 
 def fit(

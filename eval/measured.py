@@ -39,11 +39,8 @@ COUNT = 64
 """Thresholds of each method, the two ends included, where its signal takes as many values."""
 
 _ANSWER_COLUMNS = (
-    "forced_answers",
-    "forced_answer_tokens",
-    "forced_logprob",
-    "forced_entropy",
-    "forced_answer_entropy",
+    *("forced_answers", "forced_answer_tokens"),
+    *("forced_logprob", "forced_entropy", "forced_answer_entropy"),
 )
 
 
@@ -255,31 +252,19 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
 def family_thresholds(family: Family, signals: FloatArray, count: int = COUNT) -> tuple[float, ...]:
     """Thresholds from "at once" to "never", through values that the signal takes on these traces.
 
-    A grid written down by hand suits the scale of one signal and misses that of another. NaN is no
-    signal; there are fewer thresholds where the signal takes fewer values.
+    They are evenly spread by rank, since a grid written down by hand suits the scale of one signal
+    and misses that of another. Equal values count once, so that a signal that is mostly saturated
+    is still resolved; there are fewer thresholds where it takes fewer values. NaN is no signal.
     """
-    within = signals[(signals > family.low) & (signals < family.high)]
-    values = {*spread_values(within, count - 2), family.at_once, family.never}
+    different = np.unique(signals[(signals > family.low) & (signals < family.high)])
+    places = np.linspace(0, len(different) - 1, min(count - 2, len(different))).round().astype(int)
+    values = {*different[places].tolist(), family.at_once, family.never}
     return tuple(sorted(values, reverse=family.never < family.at_once))
-
-
-def spread_values(signals: npt.ArrayLike, count: int) -> list[float]:
-    """Up to so many of the values that a signal takes, evenly spread by rank; NaN is none.
-
-    Equal values count once, so that a signal that is mostly saturated is still resolved.
-    """
-    values = np.asarray(signals, np.float64)
-    different = np.unique(values[~np.isnan(values)])
-    places = np.linspace(0, len(different) - 1, min(count, len(different)))
-    return [float(value) for value in different[np.round(places).astype(int)]]
 
 
 @torch.no_grad()
 def thinking_entropies(
-    base: PreTrainedModel,
-    dataset: Any,
-    table: TraceTable,
-    progress: Progress = silent,
+    base: PreTrainedModel, dataset: Any, table: TraceTable, progress: Progress = silent
 ) -> FloatArray:
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 

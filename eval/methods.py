@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,16 +99,22 @@ def parse_prices(text: str) -> tuple[float, ...] | None:
     """
     if not text or text == "all":
         return () if text else None
-    try:
-        found = tuple(float(number) for number in text.split(","))
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= price < math.inf for price in found):
+    found = _numbers(text, sys.float_info.max)
+    if found is None:
         raise ValueError(
             f"prices {text!r}: give one price of a token or several, such as 5e-5,1e-4, or 'all' "
             "for 31 of the policy's range"
         )
     return found
+
+
+def _numbers(text: str, most: float) -> tuple[float, ...] | None:
+    """Numbers from 0 to `most` between commas; None where they are no such."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        return None
+    return found if all(0 <= one <= most for one in found) else None
 
 
 def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:
@@ -213,11 +219,8 @@ def _thresholds(config: OSPrunerConfig, how: str, spec: str) -> Sequence[float |
         return [None if config.default_mode == "sample" else config.default_threshold]
     if how == "sample":
         return [None]
-    try:
-        values = [float(number) for number in how.split(",")]
-    except ValueError:
-        values = [-1.0]
-    if any(not 0 <= value <= 1 for value in values):
+    values = _numbers(how, 1)
+    if values is None:
         raise ValueError(
             f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
         )

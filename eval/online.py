@@ -37,7 +37,7 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
 
-from .evaluation import Evaluation, Rule
+from .evaluation import Report, Rule
 from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task
@@ -45,10 +45,11 @@ from .replay import Outcome
 from .results import refuse_other_settings
 from .schema import LabelSettings
 
-_NEVER = Budget(2**31 - 1)
+NEVER = replace(Budget, method=FULL)(2**31 - 1)
+"""The rule that never stops."""
 
-How = PolicyUse | StopRule | None
-"""What decides; None never stops: the full trace."""
+How = PolicyUse | StopRule
+"""What decides."""
 
 
 class OnlineProblem(NamedTuple):
@@ -59,13 +60,7 @@ class OnlineProblem(NamedTuple):
 
 
 def labelled_problems(traces: Any, limit: int | None = None) -> list[OnlineProblem]:
-    """The first so many problems of labels, each once, in order.
-
-    Raises:
-        ValueError: limit < 1.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
+    """The first so many problems of labels, each once, in order."""
     found: dict[str, OnlineProblem] = {}
     columns = ["problem_id", "problem", "answer", "family", "prompt_ids"]
     for row in traces.select_columns(columns):
@@ -90,7 +85,7 @@ class SampleRow:
 
 def evaluate_online(
     problems: Sequence[OnlineProblem],
-    methods: Sequence[PolicyUse | StopRule],
+    methods: Sequence[How],
     generate: Callable[[How, Sequence[OnlineProblem], int], list[SampleRow]],
     settings: LabelSettings,
     about: Mapping[str, Any],
@@ -98,8 +93,8 @@ def evaluate_online(
     *,
     batch_problems: int = 1,
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
-) -> Evaluation:
-    """Generates what is missing and returns the evaluation; methods may be added later.
+) -> Report:
+    """Generates what is missing and returns the report; methods may be added later.
 
     Args:
         problems: what to ask.
@@ -123,12 +118,12 @@ def evaluate_online(
             f"samples is {settings.samples_per_problem} at temperature 0: greedy samples are all "
             "alike; take one"
         )
-    named: dict[str, tuple[How, str, float | None, str]] = {f"{FULL} =None": (None, FULL, None, "")}
+    named: dict[str, How] = {FULL: NEVER}
     for how in methods:
         key = f"{how.method} {how.parameter_name}={how.parameter}"
         if key in named:
             raise ValueError(f"two methods are {key!r}; give each method once")
-        named[key] = how, how.method, how.parameter, how.parameter_name
+        named[key] = how
     identity = {
         **about,
         "answer": settings.answer,
@@ -150,39 +145,33 @@ def evaluate_online(
             found = read_checked(kept, "delete it, and its batch is generated again")["rows"]
             rows = [SampleRow(**row) for row in found]
         else:
-            rows = generate(named[key][0], problems[start : start + batch_problems], start)
+            rows = generate(named[key], problems[start : start + batch_problems], start)
             if kept is not None:
                 write_checked(kept, {"method": key, "rows": [vars(row) for row in rows]})
         done[key] += rows
         progress("generate", number, len(tasks))
-    full, *_ = done.values()
-    rules = [
-        Rule(method, _outcome(rows, full), parameter, of)
-        for (_, method, parameter, of), rows in zip(named.values(), done.values(), strict=True)
-    ]
+    full, *others = done.values()
+    rules = [Rule(FULL, _outcome(full, full))]
+    for how, rows in zip(methods, others, strict=True):
+        rules.append(Rule(how.method, _outcome(rows, full), how.parameter, how.parameter_name))
     index = np.repeat(np.arange(len(problems)), settings.samples_per_problem)
-    return Evaluation(rules, index, settings=identity)
+    return Report(rules, index, settings=identity)
 
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
     found = pd.DataFrame([vars(row) for row in rows])
-    right = np.array([row.correct for row in full])
     stopped = ~found["reason"].isin(("natural", "cap"))
-    columns = {
-        **{name: found[name] for name in ("tokens", "answer_tokens", "probe_tokens", "seconds")},
-        "correct": found["correct"],
-        "helped": found["correct"] * (1.0 - right),
-        "harmed": (1.0 - found["correct"]) * right,
-        "truncated": found["reason"] == "cap",
-        "stopped": stopped,
-        "stopped_answer": stopped * found["answer_tokens"],
-        "rethought": stopped & (found["rethinks"] > 0),
-    }
-    unknown = np.full(len(rows), np.nan)  # replay counts operations, here seconds are measured
-    known = {name: one.to_numpy(np.float64) for name, one in columns.items()}
-    return Outcome(**known, flops=unknown)
+    return Outcome.against(  # replay counts operations, here seconds are measured
+        np.array([row.correct for row in full]),
+        **found[["correct", "tokens", "answer_tokens", "probe_tokens", "seconds"]],
+        truncated=found["reason"] == "cap",
+        stopped=stopped,
+        stopped_answer=stopped * found["answer_tokens"],
+        rethought=stopped & (found["rethinks"] > 0),
+    )
 
 
+@dataclass
 class Generator:
     """transformers' `generate` with the hook in it; its time counts.
 
@@ -192,18 +181,15 @@ class Generator:
     Format and settings are those of the labels, with seed and samples of this run.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        fmt: TokenFormat,
-        task: Task,
-        settings: LabelSettings,
-    ) -> None:
-        self.base, self.tokenizer, self.fmt = base, tokenizer, fmt
-        self.task, self.settings = task, settings
-        self._engine = TransformersEngine(base, tokenizer)
-        self._eos = end_ids(base.generation_config, tokenizer)
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fmt: TokenFormat
+    task: Task
+    settings: LabelSettings
+
+    def __post_init__(self) -> None:
+        self._engine = TransformersEngine(self.base, self.tokenizer)
+        self._eos = end_ids(self.base.generation_config, self.tokenizer)
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
 
     def run(self, how: How, batch: Sequence[OnlineProblem], first_problem: int) -> list[SampleRow]:
@@ -233,13 +219,9 @@ class Generator:
 
     def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
         """What generates: (ids, **arguments) -> (output, records)."""
-        settings, policy, stride = self.settings, None, 1
-        said: dict[str, Any] = {
-            "seed": settings.seed,
-            "first_sample_index": first_sample_index,
-            "answer": settings.answer,
-            "max_answer_tokens": settings.max_answer_tokens,
-        }
+        policy, stride = None, 1
+        said = {name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
+        said["first_sample_index"] = first_sample_index
         if isinstance(how, PolicyUse):
             if self._loaded is None or self._loaded[0] != how.path:
                 self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
@@ -247,7 +229,7 @@ class Generator:
             policy, stride = chosen.policy, chosen.config.step_stride
             said |= {"mode": how.mode, "threshold": how.threshold, "price": how.asked_price}
         else:
-            said["rule"] = how or _NEVER
+            said["rule"] = how
         config, base = StopPolicyConfig(**said), cast("Any", self.base)
         return partial(
             generate_pruned, base, policy, self.fmt, config, stride, tokenizer=self.tokenizer

@@ -24,6 +24,7 @@ from datasets import Dataset
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.durable import replace_file
+from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
 from ospruner.rules.signals import StepEnd
 
@@ -44,6 +45,7 @@ Method = PolicyUse | StopRule | Family
 
 _CONFIG = ("method", "head", "price", "price_range", "num_policy_layers", "tuning")
 _KEPT = ("settings", "prices", "replicates", "left_out", "about")
+_MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 _FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
 
 
@@ -55,13 +57,13 @@ class Recorded:
         methods: what is compared; those `left_out` are not among them.
         splits: what they say on the traces to measure on and, where something is chosen, on those
             to choose on.
-        settings: of the evaluation; see `Evaluation`.
+        settings: of the comparison; see `Report`.
         prices: of a token, for rewards and gaps.
         variant: which AES chooses and is shown.
         replicates: resamples of the frontiers' intervals.
         left_out: why a method could not be measured, by name.
         about: what else the results say about themselves, JSON values.
-        made_by: command, commit, packages.
+        made_by: command, commit, packages; empty before it is saved.
     """
 
     methods: Sequence[Method]
@@ -74,8 +76,12 @@ class Recorded:
     about: Mapping[str, Any] = field(default_factory=dict)
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
-    def save(self, path: Path, made_by: Mapping[str, Any]) -> None:
-        """Writes the file, whole or not at all, and in it what it says of its making."""
+    def save(self, folder: Path) -> None:
+        """Writes the file into a folder, whole or not at all; it says how it was made."""
+        made_by = self.made_by
+        if not made_by:
+            own = vars(provenance(folder, seed=0))
+            made_by = {name: own[name] for name in _MADE_BY}
         uses = {use.path: use for use in self.methods if isinstance(use, PolicyUse)}
         # Two seeds' folders may have one name, and their paths are of one machine.
         names = {one: f"{Path(one).name.partition('#')[0]}#{n}" for n, one in enumerate(uses, 1)}
@@ -90,14 +96,14 @@ class Recorded:
             "variant": dataclasses.asdict(self.variant),
             "beside": list(self.splits[0].beside),
             **{name: vars(self)[name] for name in _KEPT},
-            "made_by": dict(made_by),
+            "made_by": made_by,
         }
         both = zip(_SPLITS, self.splits, strict=False)
         tables = [_columns(name, split, names) for name, split in both]
         whole = pa.concat_tables(tables, promote_options="default")
         whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
         pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
-        replace_file(path, file.getvalue())
+        replace_file(folder / SIGNALS_FILE, file.getvalue())
 
     @classmethod
     def read(cls, path: str | Path) -> Recorded:
@@ -121,15 +127,13 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        of_split = {name: whole.filter(pa.compute.equal(whole["split"], name)) for name in _SPLITS}
-        beside = {"test": facts["beside"]}
+        splits = []
+        for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True):
+            if len(rows := whole.filter(pa.compute.equal(whole["split"], name))):
+                splits.append(_split(rows, configs, beside))
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
-            splits=[
-                _split(rows, configs, beside.get(name, ()))
-                for name, rows in of_split.items()
-                if len(rows)
-            ],
+            splits=splits,
             variant=AesVariant(**facts["variant"]),
             made_by=facts["made_by"],
             **{name: facts[name] for name in _KEPT},
@@ -170,14 +174,12 @@ def _in_the_file(end: StepEnd) -> float:
 
 def _columns(name: str, split: Split, names: Mapping[str, str]) -> pa.Table:
     """The rows of a split."""
-    table, mask = split.table, split.table.mask
+    table = split.table
 
     def ragged(values: npt.NDArray[Any]) -> pa.Array:
-        """A list of numbers for each trace: (N, T), or (N, T, K) flat."""
-        kept = values[mask]
-        width = kept[0].size
-        offsets = np.concatenate([[0], width * table.num_steps.cumsum()])
-        return pa.ListArray.from_arrays(offsets.astype(np.int32), kept.ravel())
+        """The real steps' numbers of each trace: of (N, T), or of (N, T, K) flat."""
+        pairs = zip(values, table.num_steps, strict=True)
+        return pa.array([row[:steps].ravel() for row, steps in pairs])
 
     columns: dict[str, Any] = {
         "split": [name] * len(table),

@@ -52,6 +52,13 @@ class Outcome:
     stopped_answer: FloatArray
     rethought: FloatArray
 
+    @classmethod
+    def against(cls, right: FloatArray, **known: Any) -> Outcome:
+        """What is known of traces, of which in full `right` (N,) are right; all else is NaN."""
+        correct, unknown = known["correct"], np.full(len(right), np.nan)
+        known |= {"helped": correct * (1.0 - right), "harmed": (1.0 - correct) * right}
+        return cls(*(np.asarray(known.get(f.name, unknown), np.float64) for f in fields(cls)))
+
     def __len__(self) -> int:
         return len(self.correct)
 
@@ -162,26 +169,20 @@ def _outcome(
     probe_flops: FloatArray | None = None,
 ) -> Outcome:
     """What columns (N, T) come to where traces stop, or are expected to."""
-    correct, full = at_stop(table.correct), table.full_correct
     ends = np.arange(table.mask.shape[1]) == table.last[:, None]
-    unknown = np.full(len(table), np.nan)
-    flops = table.flops
-    if flops is not None and probe_flops is not None:
-        flops = flops + probe_flops
     columns = {
-        "tokens": at_stop(table.lengths),
-        "answer_tokens": at_stop(table.answer_tokens),
-        "helped": correct * (1.0 - full),
-        "harmed": (1.0 - correct) * full,
-        "truncated": at_stop(ends & table.capped[:, None]),
-        "probe_tokens": at_stop(np.zeros(ends.shape) if probe_tokens is None else probe_tokens),
-        "seconds": unknown,
-        "flops": unknown if flops is None else at_stop(flops),
-        "stopped": at_stop(~ends),
-        "stopped_answer": at_stop(np.where(ends, 0, table.answer_tokens)),
-        "rethought": unknown,
+        "correct": table.correct,
+        "tokens": table.lengths,
+        "answer_tokens": table.answer_tokens,
+        "truncated": ends & table.capped[:, None],
+        "probe_tokens": np.zeros(ends.shape) if probe_tokens is None else probe_tokens,
+        "stopped": ~ends,
+        "stopped_answer": np.where(ends, 0, table.answer_tokens),
     }
-    return Outcome(correct, **{name: one.astype(np.float64) for name, one in columns.items()})
+    if table.flops is not None:
+        columns["flops"] = table.flops + (0.0 if probe_flops is None else probe_flops)
+    at_stops = {name: at_stop(column) for name, column in columns.items()}
+    return Outcome.against(table.full_correct, **at_stops)
 
 
 def replay_full(table: TraceTable) -> Outcome:
@@ -205,13 +206,7 @@ def replay_budget(table: TraceTable, budget_tokens: int) -> Outcome:
 
 
 def replay_step(table: TraceTable, step: int) -> Outcome:
-    """Stops at the given step (1 is the first), or at the natural end of shorter traces.
-
-    Raises:
-        ValueError: step < 1.
-    """
-    if step < 1:
-        raise ValueError(f"step is {step}; the first step is 1")
+    """Stops at the given step (1 is the first), or at the natural end of shorter traces."""
     return replay_at(table, np.full(len(table), step - 1))
 
 

@@ -16,14 +16,8 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _COLUMNS = (
-    "problem_id",
-    "family",
-    "step_ends",
-    "forced_correct",
-    "matches_final",
-    "forced_answer_tokens",
-    "natural_correct",
-    "ended",
+    *("problem_id", "family", "step_ends", "forced_correct", "matches_final"),
+    *("forced_answer_tokens", "natural_correct", "ended"),
 )
 
 

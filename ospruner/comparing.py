@@ -24,9 +24,9 @@ from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import Report, report_of, worth_asking
+from ospruner.eval.compare import report_of, worth_asking
 from ospruner.eval.compute import Compute, ModelWork
-from ospruner.eval.evaluation import REPLICATES
+from ospruner.eval.evaluation import REPLICATES, Report
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base
@@ -92,8 +92,6 @@ class Judged:
         named = isinstance(labels, str | Path)
         self.name = str(labels) if named else self.labels.source or "these labels"
         if limit is not None:
-            if limit < 1:
-                raise ValueError(f"limit is {limit}; it must be at least 1")
             self.traces = self.traces.take(min(limit, len(self.traces)))
         self.device, self.progress = device_named(device), progress
         self._base, self._states, self._loaded = base, states, model
@@ -283,6 +281,8 @@ def compare(
     """
     if not methods and str(labels).endswith(".parquet"):
         return report_of(Recorded.read(labels))
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
     if online and choose_on is not None:
         raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
@@ -304,7 +304,7 @@ def compare(
         task = open_task(settings.task)
         task.check()
         generator = Generator(ours.model, ours.tokenizer, ours.token_format, task, settings)
-        evaluation = evaluate_online(
+        report = evaluate_online(
             labelled_problems(ours.traces, limit),
             taken,
             generator.run,
@@ -314,7 +314,7 @@ def compare(
             batch_problems=batch_problems,
             progress=progress,
         )
-        return Report(evaluation, evaluation.results(variant, asked_prices))
+        return dataclasses.replace(report, variant=variant, prices=asked_prices)
     theirs, fitted = None, None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)

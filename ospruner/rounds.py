@@ -27,7 +27,7 @@ from ospruner.comparing import Judged, compare
 from ospruner.doctor.examination import examine
 from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
-from ospruner.eval.compare import Report
+from ospruner.eval.evaluation import Report
 from ospruner.eval.methods import parse_policies, price_grid
 from ospruner.eval.problems.sources import Loaded
 from ospruner.eval.replay import replay_full

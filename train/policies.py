@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
-from ospruner.eval.evaluation import Evaluation, Rule, choose
+from ospruner.eval.evaluation import Report, Rule, choose
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
@@ -179,7 +179,7 @@ def save_policy(
         else Rule(method, outcome, one, "price")
         for one, outcome in outcomes.items()
     ]
-    frame = Evaluation([Rule(FULL, full), *rules], table.problem_index).frame()
+    frame = Report([Rule(FULL, full), *rules], table.problem_index).frame
     frame["chosen"] = frame.index == 1 + list(outcomes).index(price)
     setting = (
         "replay by `ospruner train`, problems of the kind it was trained on, one training seed"

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
-from .numbers import compared, in_radians
+from .numbers import compared, compared_quantities, in_radians
 from .pool import GradingPool, Verdict
-from .quantities import compared_quantities
 
 TIME_LIMIT_SECONDS = 5
 """What one parse or one comparison may take; an answer beyond it stays ungraded."""

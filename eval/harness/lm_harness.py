@@ -139,9 +139,8 @@ class OSPrunerLM(HFLM):
         self._logs.clear()
         self.thinking.clear()
         answers: list[str] = super().generate_until(requests, disable_tqdm)
-        for request in {
-            id(one): one for one in requests
-        }.values():  # repeated ones stand here often
+        # Repeated ones stand here often.
+        for request in {id(one): one for one in requests}.values():
             context, settings = request.args
             if logs := self._logs.get(tuple(self.tok_encode(context))):
                 request.arguments = (context, {**settings, LOGGED: logs})

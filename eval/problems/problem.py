@@ -47,21 +47,8 @@ def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
 
 # LaTeX commands that change how a formula looks, not what it says.
 _LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
-_NAMES = {
-    "≤": "le",
-    "≥": "ge",
-    "≠": "ne",
-    "×": "times",
-    "÷": "div",
-    "·": "cdot",
-    "√": "sqrt",
-    "∪": "cup",
-    "∩": "cap",
-    "∞": "infty",
-    "π": "pi",
-    "−": "-",
-    "–": "-",
-}
+_WORDS = ("le", "ge", "ne", "times", "div", "cdot", "sqrt", "cup", "cap", "infty", "pi", "-", "-")
+_NAMES = dict(zip("≤≥≠×÷·√∪∩∞π−–", _WORDS, strict=True))
 _SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
 
 
@@ -191,11 +178,9 @@ def problems_from_rows(
         source: what to call the rows in errors.
 
     Raises:
-        ValueError: a missing or empty `problem` or `answer`, a repeated id, no rows, limit < 1,
-            or an unknown field in `columns`.
+        ValueError: a missing or empty `problem` or `answer`, a repeated id, no rows, or an unknown
+            field in `columns`.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1, or None for all problems")
     if unknown := sorted(set(columns) - set(COLUMNS)):
         raise ValueError(f"columns names the fields {unknown}; a problem has {list(COLUMNS)}")
     columns = {**COLUMNS, **columns}

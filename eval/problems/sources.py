@@ -107,10 +107,7 @@ def _same(*names: str) -> dict[str, str]:
 
 
 _AIME = Benchmark(
-    (
-        ("HuggingFaceH4/aime_2024", None, "aime24/"),
-        ("MathArena/aime_2025", None, "aime25/"),
-    ),
+    (("HuggingFaceH4/aime_2024", None, "aime24/"), ("MathArena/aime_2025", None, "aime25/")),
     {"test": "train"},
     {"id": ("id", "problem_idx"), "family": ("family", "year")},
 )
@@ -185,30 +182,26 @@ def load_source(
         FileNotFoundError: a file that does not exist.
         ValueError: an unknown name or split, or rows that are no problems.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1, or None for all problems")
+    columns = columns or {}
     if dataset in BENCHMARKS:
-        return _load_benchmark(dataset, files, split, columns or {}, limit, read)
+        return _load_benchmark(dataset, files, split, columns, limit, read)
     if files:
         raise ValueError(
             f"files are given for the dataset {dataset!r}; they go with the name of a benchmark "
             f"({', '.join(BENCHMARKS)}): give a file's path as the dataset itself"
         )
     source: dict[str, Any] = {"dataset": dataset}
-    is_file = dataset.endswith((".jsonl", ".jsonl.gz", ".parquet")) or Path(dataset).is_file()
-    if is_file and split is not None:
-        raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
     rows: Iterable[Mapping[str, Any]]
-    if is_file:
+    if dataset.endswith((".jsonl", ".jsonl.gz", ".parquet")) or Path(dataset).is_file():
+        if split is not None:
+            raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
         rows = read_rows(dataset)
     else:
         check_place("dataset", dataset)
         source["split"] = split or "train"
         rows = _hub_rows(dataset, None, source["split"])
-    return Loaded(
-        problems_from_rows(map(read, rows), limit=limit, columns=columns or {}, source=dataset),
-        source,
-    )
+    found = problems_from_rows(map(read, rows), limit=limit, columns=columns, source=dataset)
+    return Loaded(found, source)
 
 
 _SLICED = re.compile(r"(?P<split>\w+)(?:\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")

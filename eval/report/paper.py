@@ -16,8 +16,6 @@ from typing import Any, Literal
 import pandas as pd
 from rich.console import Console
 
-from ospruner.durable import replace_file
-
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ..results import Results, find_results
@@ -125,53 +123,47 @@ def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Ta
     return Table.of(frame, columns, **more)
 
 
-def print_comparison(
-    folder: str | Path | None,
+def print_comparisons(
+    folder: str | Path,
     console: Console,
     *,
     paper: bool = False,
     model: str | None = None,
     benchmark: str | None = None,
-    json_file: Path | None = None,
-) -> None:
+) -> list[dict[str, Any]]:
     """Prints each comparison's best rows, or with `paper` all rows beside the published ones.
 
     Args:
-        folder: comparisons; None prints the paper's Table 1 and its AES recomputed.
+        folder: comparisons, in it and below.
         console: where to print.
         paper: compare with the paper.
         model: see `with_published`.
         benchmark: likewise.
-        json_file: where to write the numbers too: a list of `Results`, the published ones in
-            `about`; of Table 1 a list of its cells.
+
+    Returns:
+        The numbers, as `Results.to_dict`; the published ones are in `about`.
 
     Raises:
         ValueError: the paper has no such model or benchmark.
     """
-    found: list[Any] = []
-    if folder is None:
-        found = _print_table_1(console)
-    comparisons = [] if folder is None else list(find_results(folder).values())
-    for results in comparisons:
-        if paper:
-            frame = with_published(results, model=model, benchmark=benchmark)
-            caption = "– where the paper has no number"
-            free = results.settings["answer"] == "free"
-            console.print(comparison_table(frame, free, caption=caption, title=results.name))
-            printed = frame.filter(like="paper_").astype(object)
-            cells = printed.where(printed.notna(), None).to_dict("records")
-            results = replace(results, about={**results.about, "published": cells})
-        found.append(results.to_dict())
-    if folder is not None and not paper:
+    comparisons = list(find_results(folder).values())
+    if not paper:
         for _, of_answer in grid_frame(comparisons).groupby("answer"):
             console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)
-    if json_file is not None:
-        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-        replace_file(json_file, text.encode())
+        return [one.to_dict() for one in comparisons]
+    found = []
+    for results in comparisons:
+        frame = with_published(results, model=model, benchmark=benchmark)
+        caption, free = "– where the paper has no number", results.settings["answer"] == "free"
+        console.print(comparison_table(frame, free, caption=caption, title=results.name))
+        printed = frame.filter(like="paper_").astype(object)
+        cells = printed.where(printed.notna(), None).to_dict("records")
+        found.append(replace(results, about={**results.about, "published": cells}).to_dict())
+    return found
 
 
-def _print_table_1(console: Console) -> list[dict[str, Any]]:
-    """Table 1's AES as printed, and recomputed by both definitions."""
+def print_table_1(console: Console) -> list[dict[str, Any]]:
+    """Prints Table 1's AES as printed, and recomputed by both definitions; the same as cells."""
     variants = {"absolute": AES_ABSOLUTE, "relative": AES_RELATIVE}
     frame = published("table1")[[MODEL, "method", BENCHMARK]].assign(
         printed=published("table1")["aes"],

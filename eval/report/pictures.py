@@ -27,13 +27,8 @@ INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
 # Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
 FRONTIER_COLOUR = "#0072B2"
 STYLES = (
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#E69F00", "v"),
-    ("#56B4E9", "P"),
-    ("#8C6D31", "X"),
-    ("#882255", "<"),
+    *(("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v")),
+    *(("#56B4E9", "P"), ("#8C6D31", "X"), ("#882255", "<")),
 )
 LIMIT_MARKERS = ("D", "s", "^")
 TOKENS, PERCENT = "thinking tokens per trace", "accuracy, %"
@@ -93,13 +88,11 @@ def assign_styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
         look: dict[str, Any] = {"lw": 1.1, "ms": 3.5, "mec": "white", "mew": 0.5, "zorder": 3}
         if method == FULL:
             look |= {"ls": "none", "marker": "o", "ms": 7, "color": INK}
-        elif method.startswith(ORACLE):  # hollow: its variants
-            fill = MUTED if method == ORACLE else "white"
-            look |= {"ls": "none", "marker": "*", "ms": 10, "color": MUTED, "mec": MUTED}
-            look |= {"mfc": fill}
-        elif method.startswith(LIMIT):
-            look |= {"ls": "none", "marker": next(limits), "ms": 5, "color": MUTED, "mfc": "white"}
-            look |= {"mec": MUTED}
+        elif method.startswith((ORACLE, LIMIT)):
+            star = method.startswith(ORACLE)
+            look |= {"marker": "*", "ms": 10} if star else {"marker": next(limits), "ms": 5}
+            look |= {"ls": "none", "color": MUTED, "mec": MUTED}
+            look |= {"mfc": MUTED if method == ORACLE else "white"}  # hollow: its variants, too
         elif method in OURS and not OURS.intersection(styles):
             look |= {"marker": "o", "color": FRONTIER_COLOUR, "lw": 2.0, "zorder": 4}
         else:
@@ -137,28 +130,13 @@ def plot_results(
         axes.tick_params(colors=MUTED, labelsize=6, length=2)
         axes.spines[:].set(color=MUTED, lw=0.5)
     elif len(ringed):
+        beside: dict[str, Any] = {"xytext": (7, -9), "textcoords": "offset points", "fontsize": 7}
         for row in ringed[ringed["method"].isin(OURS)].itertuples():
-            axes.annotate(
-                row.setting,
-                (row.tokens, 100 * row.accuracy),
-                xytext=(7, -9),
-                fontsize=7,
-                textcoords="offset points",
-                color=INK,
-                zorder=6,
-                annotation_clip=True,
-            )
-        axes.plot(
-            ringed["tokens"],
-            100 * ringed["accuracy"],
-            "o",
-            ms=9,
-            mfc="none",
-            mec=INK,
-            mew=1.0,
-            label="chosen on validation",
-            zorder=5,
-        )
+            at = row.tokens, 100 * row.accuracy
+            axes.annotate(row.setting, at, **beside, color=INK, zorder=6, annotation_clip=True)
+        ring: dict[str, Any] = {"ms": 9, "mfc": "none", "mec": INK, "mew": 1.0, "zorder": 5}
+        x, y = ringed["tokens"], 100 * ringed["accuracy"]
+        axes.plot(x, y, "o", label="chosen on validation", **ring)
 
 
 def furnish(axes: Axes, x_name: str, y_name: str) -> None:
@@ -189,19 +167,9 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
     ):
         full = scale * stages[f"full_{key}"].iloc[0]
         axes.axhline(full, color=INK, lw=1.0, ls=(0, (1, 2)), label="full trace")
-        axes.plot(
-            log["step"],
-            scale * log[key],
-            "-",
-            marker="o" if len(log) < 40 else "",
-            ms=5.5,
-            color=FRONTIER_COLOUR,
-            lw=1.8,
-            mec="white",
-            mew=0.8,
-            zorder=3,
-            label="policy on validation",
-        )
+        look: dict[str, Any] = {"color": FRONTIER_COLOUR, "lw": 1.8, "mec": "white", "mew": 0.8}
+        look |= {"marker": "o" if len(log) < 40 else "", "ms": 5.5, "zorder": 3}
+        axes.plot(log["step"], scale * log[key], label="policy on validation", **look)
         for end in stages["step"].iloc[:-1]:
             axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label="price annealed")
         furnish(axes, "optimiser steps" if axes is lower else "", name)
@@ -211,17 +179,10 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
         said = f"price={price_name(stage.price)}"
         if every_price:
             said = f"every price, drawn at price={price_name(log['price'].iloc[-1])}"
-        upper.annotate(
-            said,
-            (stage.step - stages["step"].iloc[0] / 2, 1.0),
-            xytext=(0, 3),
-            ha="center",
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            fontsize=7,
-            color=MUTED,
-            rotation=0 if len(stages) < 10 else 45,
-        )
+        at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        at |= {"xytext": (0, 3), "ha": "center", "rotation": 0 if len(stages) < 10 else 45}
+        middle = stage.step - stages["step"].iloc[0] / 2
+        upper.annotate(said, (middle, 1.0), fontsize=7, color=MUTED, **at)
     _finish(figure, title)
     return figure
 
@@ -284,13 +245,6 @@ def _finish(figure: Figure, title: str) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    how: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 8}
     columns = max(1, min(len(handles), int(figure.get_figwidth() // 1.9)))
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
-    )
+    figure.legend(handles.values(), handles, ncols=columns, labelcolor=INK, **how)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 
 from ..compute import flops_scale
 from ..evaluation import of_probabilities
@@ -89,12 +88,6 @@ def tables_of(results: Results) -> list[Table]:
     if less := len(results.frame) - len(frame):
         title = f"{title}; as validation chose ({less} more settings in results.json)"
     return [results_table(frame, title), *cost_tables(frame), *whole]
-
-
-def print_results(results: Results, console: Console) -> None:
-    """All tables of results, and what is to be known beside them."""
-    for one in (*tables_of(results), *told(results)):
-        console.print(one)
 
 
 def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
@@ -193,11 +186,7 @@ PARETO = (
 DYNAMICS = "Validation after each stage of the annealing; dashes are where the price fell."
 
 
-def write_report(
-    folder: str | Path,
-    *,
-    out: str | Path | None = None,
-) -> list[Path]:
+def write_report(folder: str | Path, *, out: str | Path | None = None) -> list[Path]:
     """Writes `report.md`, and beside it the paper's tables for LaTeX, and pictures.
 
     Args:

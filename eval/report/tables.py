@@ -195,16 +195,11 @@ class Table:
 
 
 # Styler's own escaping knows no Greek.
+_MATHS = zip("≥≤∞αβγ±", ("geq", "leq", "infty", "alpha", "beta", "gamma", "pm"), strict=True)
 _TEX = str.maketrans(
-    {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "≥": r"$\geq$", "–": "--"}
-    | {
-        "≤": r"$\leq$",
-        "∞": r"$\infty$",
-        "α": r"$\alpha$",
-        "β": r"$\beta$",
-        "γ": r"$\gamma$",
-        "±": r"$\pm$",
-    }
+    {sign: f"\\{sign}" for sign in "%_&#"}
+    | {sign: f"$\\{name}$" for sign, name in _MATHS}
+    | {"–": "--"}
 )
 
 

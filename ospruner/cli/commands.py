@@ -281,8 +281,8 @@ def compare(
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import AesVariant
-    from ospruner.eval.report.paper import print_comparison
-    from ospruner.eval.report.summary import print_results, write_report
+    from ospruner.eval.report.paper import print_comparisons, print_table_1
+    from ospruner.eval.report.summary import tables_of, told, write_report
 
     said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("results.json"))
@@ -291,9 +291,12 @@ def compare(
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
         if said.get("choose_on"):
             raise typer.BadParameter("--choose-on goes with labels and methods.")
+        if labels is None:
+            _write(print_table_1(console), json_file)
+            return
         names = {name: said.get(name) for name in ("model", "benchmark")}
-        print_comparison(labels, console, paper=paper, json_file=json_file, **names)
-        for path in write_report(labels, out=out) if labels else ():
+        _write(print_comparisons(labels, console, paper=paper, **names), json_file)
+        for path in write_report(labels, out=out):
             console.print(f"Wrote {path}", soft_wrap=True)
         return
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
@@ -305,7 +308,8 @@ def compare(
     with _bars("compare") as bars:
         report = compare(labels, methods or [], progress=bars, **said)
     report.save(target)
-    print_results(report.results, console)
+    for one in (*tables_of(report.results), *told(report.results)):
+        console.print(one)
     if json_file is not None:
         report.results.save(json_file)
     page = write_report(target)[0]

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import ospruner
 from modeling_ospruner import OSPrunerConfig
-from ospruner.eval.compare import Report
+from ospruner.eval.evaluation import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import Problem
@@ -186,14 +186,14 @@ class _Demo(Rounds):
         made = vars(read_provenance(policy))
         run = {name: made[name] for name in MADE_BY} | {"seed": self.seed}
         about = {
-            **report.results.about,
+            **report.about,
             "run": run | {"settings": vars(self.size)},
             "promise": self.best.promise,
             "claims": claims(report.results, promise, self.max_loss),
         }
-        results = dataclasses.replace(report.results, about=about)
-        results.save(policy / RESULTS_FILE)
-        return dataclasses.replace(report, results=results), promise
+        report = dataclasses.replace(report, about=about)
+        report.results.save(policy / RESULTS_FILE)
+        return report, promise
 
 
 def train_config(out: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ospruner.eval.evaluation import Evaluation, Rule
+from ospruner.eval.evaluation import Report, Rule
 from ospruner.eval.measured import Split, measure
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
@@ -36,6 +36,17 @@ def tabled(mask: Any, **columns: Any) -> TraceTable:
         "families": [""] * traces,
     }
     return TraceTable(**{**values, **columns})
+
+
+def graded(grades: Any, per_problem: int = 1) -> TraceTable:
+    """Traces whose steps have these grades (N, T), and take 10 tokens each."""
+    correct = np.array(grades, np.float64)
+    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
+    index = np.arange(len(correct)) // per_problem
+    known: dict[str, Any] = {"problem_index": index, "lengths": lengths, "correct": correct}
+    return tabled(
+        np.ones(correct.shape, bool), **known, problem_ids=[f"p{i}" for i in range(index[-1] + 1)]
+    )
 
 
 def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1) -> TraceTable:
@@ -81,11 +92,13 @@ def outcome(
 ) -> Outcome:
     n = len(full)
     correct = (rng.random(n) < accuracy).astype(np.float64)
-    spent = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n).astype(np.float64)
-    none, five, unknown = np.zeros(n), np.full(n, 5.0), np.full(n, np.nan)
-    changed = correct * (1 - full), (1 - correct) * full
-    return Outcome(
-        correct, spent, five, *changed, none, none, unknown, unknown, none + 1, five, none
+    none, five = np.zeros(n), np.full(n, 5.0)
+    return Outcome.against(
+        full,
+        correct=correct,
+        tokens=rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n),
+        **{"answer_tokens": five, "stopped_answer": five, "stopped": none + 1},
+        **dict.fromkeys(("truncated", "probe_tokens", "rethought"), none),
     )
 
 
@@ -96,7 +109,7 @@ def make_evaluation(
     mode: str = "replay",
     seed: int = 0,
     problems: int = 60,
-) -> Evaluation:
+) -> Report:
     rng = np.random.default_rng(seed)
     right = (rng.random(2 * problems) < 0.8).astype(np.float64)
     full = outcome(rng, 0.8, 400, right)
@@ -114,7 +127,7 @@ def make_evaluation(
             ("fixed budget", 200.0, "tokens", 0.7, 200),
         )
     ]
-    return Evaluation(
+    return Report(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
         rules=[Rule(FULL, full), *made],
         limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
@@ -124,7 +137,7 @@ def make_evaluation(
 
 
 def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
-    return make_evaluation(**settings).results(prices=prices)
+    return replace(make_evaluation(**settings), prices=prices).results
 
 
 def save_comparison(folder: Path, prices: Sequence[float] = (), **settings: Any) -> None:

@@ -20,7 +20,7 @@ from ospruner.eval.calibration import (
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
 
-from .evaluations import tabled
+from .evaluations import graded
 
 CALIBRATIONS = 1000
 LEVEL = 0.05
@@ -47,19 +47,6 @@ def test_a_loss_exactly_at_the_limit_is_rarely_promised(helped: float, n: int) -
     assert betting_rejects(shares, MARGIN, LEVEL, variance=1.0).mean() <= BOUND
 
 
-def table(grades: FloatArray, traces_per_problem: int = 1) -> TraceTable:
-    """Traces (N, T) with these grades, a step every 10 tokens."""
-    N, T = grades.shape
-    problems = N // traces_per_problem
-    return tabled(
-        np.ones((N, T), bool),
-        problem_ids=[f"p{i}" for i in range(problems)],
-        problem_index=np.arange(N) // traces_per_problem,
-        lengths=np.tile(10 * np.arange(1, T + 1), (N, 1)),
-        correct=grades,
-    )
-
-
 def candidates(traces: TraceTable) -> list[tuple[float, Outcome]]:
     """Stop at step T, T - 1, ..., 1: from careful to bold."""
     steps = range(traces.mask.shape[1] - 1, -1, -1)
@@ -71,7 +58,7 @@ def drawn(n: int, seed: int) -> TraceTable:
     draws = np.random.default_rng(seed)
     u = draws.random((n, 1))
     noise = draws.random((n, 4)) < 0.03  # answers that change for no reason
-    return table(((u < [0.6, 0.77, 0.795, 0.8]) ^ noise).astype(float))
+    return graded(((u < [0.6, 0.77, 0.795, 0.8]) ^ noise).astype(float))
 
 
 def test_the_whole_search_keeps_its_word() -> None:
@@ -86,7 +73,7 @@ def test_the_whole_search_keeps_its_word() -> None:
         late = draws.random(400) < 0.7
         early = np.where(u < rates[0], False, np.where(u < sum(rates), True, late))
         late = np.where(u < rates[0], True, np.where(u < sum(rates), False, late))
-        traces = table(np.stack([early, late], axis=1).astype(float))
+        traces = graded(np.stack([early, late], axis=1).astype(float))
         settings = [
             (share, replay(traces, np.tile([1 - share, 0.0], (400, 1)))) for share in mixing
         ]
@@ -99,13 +86,13 @@ def test_the_whole_search_keeps_its_word() -> None:
 
 def test_several_traces_of_a_problem_are_one_unit() -> None:
     one = drawn(500, seed=3)
-    twice = table(np.repeat(one.correct, 2, axis=0), traces_per_problem=2)
+    twice = graded(np.repeat(one.correct, 2, axis=0), per_problem=2)
     alone, doubled = (calibrate(t, candidates(t), 0.05) for t in (one, twice))
     assert (alone.value, alone.problems) == (doubled.value, doubled.problems) == (2.0, 500)
     assert (alone.loss, alone.test) == (doubled.loss, "exact")
     grades = one.correct.copy()
     grades[::2, :2] = 0.5  # the share of right forced answers
-    shares = table(grades)
+    shares = graded(grades)
     assert calibrate(shares, candidates(shares), 0.05).test == "betting"
 
 
@@ -118,12 +105,12 @@ def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
     assert f"about {found.enough:,} such problems" in found.told(0.02, 0.95)
     assert problems_needed(np.full(100, 1.0), 0.02, LEVEL) is None
     # By approximation 88 would do of 90 that did not.
-    even = table(np.ones((90, 4)))
+    even = graded(np.ones((90, 4)))
     found = calibrate(even, candidates(even), 0.03)
     assert (found.value, problems_needed(np.zeros(90), 0.03, LEVEL)) == (None, 88)
     assert found.enough is not None
     assert found.enough > 90
-    more = table(np.ones((found.enough, 4)))
+    more = graded(np.ones((found.enough, 4)))
     assert calibrate(more, candidates(more), 0.03).value is not None
 
 
@@ -146,15 +133,15 @@ def test_it_promises_the_boldest_and_stops_at_the_first_failure() -> None:
     """What follows a setting that fails is not looked at, but for one at the most careful end."""
     grades = np.ones((1000, 4))
     grades[:300, 1] = 0  # step 2 loses 30 points, step 1 nothing
-    traces = table(grades)
+    traces = graded(grades)
     found = calibrate(traces, candidates(traces), 0.02)
     assert (found.value, found.loss) == (2.0, 0)
     assert found.tokens_saved == pytest.approx(1 - 30 / replay_full(traces).mean_tokens)
     grades = np.ones((1000, 4))
     grades[:30, 3] = 0  # the full trace errs where all earlier answers are right
-    traces = table(grades)
+    traces = graded(grades)
     settings = candidates(traces)
-    worst = settings[0][0], replay_at(table(1 - grades), np.full(1000, 0))  # none is right
+    worst = settings[0][0], replay_at(graded(1 - grades), np.full(1000, 0))  # none is right
     assert calibrate(traces, [worst, *settings[1:]], 0.02).value == 0.0
     assert calibrate(traces, [worst], 0.02).value is None
 
@@ -172,14 +159,14 @@ def test_both_sequences_together_keep_their_word(at: int) -> None:
 def test_the_order_of_bets_follows_from_policy_and_data_alone() -> None:
     """Rows in another order are the same data and find the same answer."""
     grades = np.random.default_rng(0).choice([0.0, 0.5, 1.0], (300, 4))
-    traces, turned = table(grades), table(grades[::-1].copy())
+    traces, turned = graded(grades), graded(grades[::-1].copy())
     turned.problem_ids.reverse()
     one, other = (calibrate(each, candidates(each), 0.1, salt="p") for each in (traces, turned))
     assert one == other
     assert one.test == "betting"
     near = np.where(np.random.default_rng(1).random((300, 2)) < [0.45, 0.5], 1.0, 0.5)
     found = {
-        calibrate(table(near), candidates(table(near))[1:], 0.04, 0.7, salt=str(salt)).value
+        calibrate(graded(near), candidates(graded(near))[1:], 0.04, 0.7, salt=str(salt)).value
         for salt in range(8)
     }
     assert len(found) > 1, "another policy or other data may come to another answer"
@@ -216,13 +203,14 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
     assert forecast(lost, saved, 100, 0.05, LEVEL) < expected
 
 
-@pytest.mark.parametrize(
-    ("max_loss", "confidence", "name"),
-    [(0.0, 0.95, "max_loss"), (1.0, 0.95, "max_loss"), (0.02, 95.0, "confidence")],
-)
-def test_numbers_out_of_range_are_refused(max_loss: float, confidence: float, name: str) -> None:
+def test_numbers_out_of_range_are_refused() -> None:
     traces = drawn(20, 0)
-    with pytest.raises(ValueError, match=f"{name} is .*must lie in"):
-        calibrate(traces, candidates(traces), max_loss, confidence)
+    for max_loss, confidence, name in (
+        (0.0, 0.95, "max_loss"),
+        (1.0, 0.95, "max_loss"),
+        (0.02, 95.0, "confidence"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is .*must lie in"):
+            calibrate(traces, candidates(traces), max_loss, confidence)
     with pytest.raises(ValueError, match="no setting to try"):
         calibrate(traces, [], 0.02)

@@ -20,8 +20,9 @@ from pandas.testing import assert_frame_equal
 import ospruner
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Report, compare, report_of
+from ospruner.eval.compare import compare, report_of
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
+from ospruner.eval.evaluation import Report
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Predicted, Split
 from ospruner.eval.methods import PolicyUse, parse_policies
@@ -152,11 +153,8 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
         assert chosen.aes_low <= chosen.aes <= chosen.aes_high
     assert not of["DEER, 3 trials"].chosen.any()  # there was nothing to choose
     assert set(frame[frame.kind == "limit"].method) == {
-        "best fixed budget",
-        "best fixed step",
-        "best fixed drop",
-        "hindsight oracle",
-        "hindsight oracle, no loss",
+        *("best fixed budget", "best fixed step", "best fixed drop"),
+        *("hindsight oracle", "hindsight oracle, no loss"),
     }
     assert report.results.about["left_out"].keys() == {"Think Just Enough"}
     assert "which labels do not keep" in report.results.about["left_out"]["Think Just Enough"]
@@ -232,15 +230,16 @@ def test_rules_of_one_s_own_are_compared_and_chosen() -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="60 problems, such as '.*', are in the labels and in th"):
-        compare(TEST, [rules.Deer], choose_on=TEST)
-    with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
-        compare(TEST, [rules.Deer])
     OSPrunerConfig(price=1e-3).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="ours is a policy, and these traces do not know"):
-        compare(TEST, parse_policies([str(tmp_path / "ours")]))
-    with pytest.raises(ValueError, match="which labels do not keep"):
-        compare(TEST, [rules.ThinkJustEnough], choose_on=VALIDATION)
+    refused: list[tuple[Method, Split | None, str]] = [
+        (rules.Deer, TEST, "60 problems, such as '.*', are in the labels and in th"),
+        (rules.Deer, None, "'deer' has no threshold, and there are no traces to cho"),
+        (rules.ThinkJustEnough, VALIDATION, "which labels do not keep"),
+        *((use, None, "is a policy, and these") for use in parse_policies([f"{tmp_path}/ours"])),
+    ]
+    for method, choose_on, message in refused:
+        with pytest.raises(ValueError, match=message):
+            compare(TEST, [method], choose_on=choose_on)
 
 
 def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
     assert row.accuracy == pytest.approx(there.mean())
     assert row.harmed == pytest.approx((right * (1 - there)).mean())
     assert row.harmed > 0
-    (found,) = (x for x in report.evaluation.rules if x.method == CONCISE)
+    (found,) = (x for x in report.rules if x.method == CONCISE)
     assert np.array_equal(found.outcome.correct, there)
     fewer = dataclasses.replace(SHORT, dataset=SHORT.dataset.take(59))
     with pytest.raises(ValueError, match="59 traces of 59 problems, 60 of 60.: label the same"):
@@ -284,13 +283,8 @@ def test_another_s_arithmetic_finds_the_same(report: Report, tmp_path: Path) -> 
     """`recompute.py` knows the file's columns and the formulas, and imports nothing of ours."""
     report.save(tmp_path)
     rows = list(recomputed(tmp_path))
-    assert {written["method"] for written, _ in rows} == {
-        "full trace",
-        "OS-Pruner, one policy",
-        "probe",
-        "fixed budget",
-        "hindsight oracle",
-    }
+    methods = {"full trace", "OS-Pruner, one policy", "probe", "fixed budget", "hindsight oracle"}
+    assert {written["method"] for written, _ in rows} == methods
     assert len(rows) > 30 + 20 + 20
     for written, found in rows:
         for name, value in found.items():
@@ -318,14 +312,8 @@ def test_stored_numbers_are_checked(
     first = [line.split("|")[1].strip("* ") for line in text.splitlines()[2:] if "|" in line]
     assert CONCISE in text
     assert list(dict.fromkeys(one.split(",")[0].partition(":")[0] for one in first)) == [
-        "full trace",
-        "OS-Pruner",
-        "best classifier",
-        "best rule",
-        "best fixed budget",
-        "best fixed step",
-        "best fixed drop",
-        "hindsight oracle",
+        *("full trace", "OS-Pruner", "best classifier", "best rule", "best fixed budget"),
+        *("best fixed step", "best fixed drop", "hindsight oracle"),
     ]
     areas = report.frontiers.set_index("method").validation_area
     rivals = areas[~areas.index.str.contains("OS-Pruner|fixed|oracle")]
@@ -335,12 +323,13 @@ def test_stored_numbers_are_checked(
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Recorded.read(tmp_path / "none.parquet")
-    (tmp_path / "text.parquet").write_text("no")
-    with pytest.raises(ValueError, match="no readable Parquet file"):
-        Recorded.read(tmp_path / "text.parquet")
-    pd.DataFrame({"split": ["test"]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match="has format None and version None, this version of"):
-        Recorded.read(tmp_path / "other.parquet")
+    text, other = tmp_path / "text.parquet", tmp_path / "other.parquet"
+    text.write_text("no")
+    pd.DataFrame({"split": ["test"]}).to_parquet(other)
+    wanted = "has format None and version None, this version of"
+    for file, message in ((text, "no readable Parquet file"), (other, wanted)):
+        with pytest.raises(ValueError, match=message):
+            Recorded.read(file)
 
 
 def test_learnstop_learns_from_other_problems() -> None:

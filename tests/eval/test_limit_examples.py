@@ -58,12 +58,8 @@ def test_linear_trace_as_problem_equals_replay(exact: Any) -> None:
     )
 
 
-def test_theorem_1_holds_for_every_k_and_is_drawn(load_script: LoadScript, tmp_path: Path) -> None:
-    example = load_script("docs/examples/theorem1.py")
-    for price in (0.01, 0.5, 0.99):
-        for ratio, gap in zip(example.ratios(price), example.GAPS, strict=True):
-            assert ratio > gap
-    example.main(tmp_path / "t.png")
+def test_theorem_1_is_drawn(load_script: LoadScript, tmp_path: Path) -> None:
+    load_script("docs/examples/theorem1.py").main(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 

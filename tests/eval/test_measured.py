@@ -7,22 +7,10 @@ import pytest
 from datasets import Dataset
 
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
-from ospruner.eval.measured import (
-    Split,
-    family_thresholds,
-    measure,
-    spread_values,
-    step_ends,
-)
+from ospruner.eval.measured import Split, family_thresholds, measure, step_ends
 from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
-from ospruner.rules import (
-    FAMILIES,
-    Agreement,
-    AnswerEntropy,
-    ThinkJustEnough,
-    TrialConfidence,
-)
+from ospruner.rules import FAMILIES, Agreement, AnswerEntropy, ThinkJustEnough, TrialConfidence
 
 from .evaluations import dataset_of, replay_rule
 from .test_compare import split
@@ -136,7 +124,8 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
         np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)
 
 
-def test_values_are_spread_by_rank_and_counted_once() -> None:
-    assert spread_values([3.0, 1.0, 1.0, 1.0, 2.0, np.nan], 9) == [1.0, 2.0, 3.0]
-    assert spread_values(np.arange(101.0), 3) == [0.0, 50.0, 100.0]
-    assert spread_values([np.nan], 3) == []
+def test_thresholds_are_spread_by_rank_and_counted_once() -> None:
+    budget = FAMILIES["budget"]  # from 1
+    asked = ([3.0, 2.5, 2.5, 2.5, 2.0, np.nan], np.arange(2.0, 103.0), [np.nan])
+    found = (family_thresholds(budget, np.array(one), 5)[1:-1] for one in asked)
+    assert list(found) == [(2.0, 2.5, 3.0), (2.0, 52.0, 102.0), ()]

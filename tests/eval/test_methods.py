@@ -33,17 +33,10 @@ def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path
     assert uses[0].parameter_name == "price"
     assert [use.threshold for use in uses[1:]] == list(PAPER_THRESHOLDS)
     assert {(use.method, use.mode) for use in uses[1:]} == {("probe", "threshold")}
-
-
-def test_both_ways_of_deciding_can_be_asked_for(tmp_path: Path) -> None:
-    ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
+    # Both ways of deciding can be asked for.
     uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
-    assert [use.method for use in uses] == [
-        "OS-Pruner (≥0.3)",
-        "OS-Pruner (≥0.5)",
-        "OS-Pruner",
-        "probe (sampled)",
-    ]
+    names = ["OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)"]
+    assert [use.method for use in uses] == names
     assert [use.threshold for use in uses] == [0.3, 0.5, None, None]
 
 
@@ -55,22 +48,20 @@ def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
 
 
 def test_bad_policies_are_refused(tmp_path: Path) -> None:
-    ours = save(tmp_path / "ours")
-    for how in ("2", "half", "-1"):
-        with pytest.raises(ValueError, match="after @ stand thresholds in .0, 1., such as @.7,.8"):
-            parse_policies([f"{ours}@{how}"])
-    with pytest.raises(ValueError, match="dear is no folder here; did you mean the rule 'deer'"):
-        parse_policies(["dear"])
-    with pytest.raises(ValueError, match="is no folder here. Give the folder of a policy"):
-        parse_policies(["qqqqqqqq"])
+    ours, other = save(tmp_path / "ours"), save(tmp_path / "other", num_policy_layers=3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no policy"):
-        parse_policies([str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match="given twice for OS-Pruner with parameter 0.0001"):
-        parse_policies([str(ours), str(ours)])
-    other = save(tmp_path / "other", num_policy_layers=3)
-    with pytest.raises(ValueError, match="with num_policy_layers 3 and 2: they are no training se"):
-        parse_policies([str(ours), str(other)])
+    thresholds = "after @ stand thresholds in .0, 1., such as @.7,.8"
+    refused: list[tuple[list[Any], str]] = [
+        *(([f"{ours}@{how}"], thresholds) for how in ("2", "half", "-1")),
+        (["dear"], "dear is no folder here; did you mean the rule 'deer'"),
+        (["qqqqqqqq"], "is no folder here. Give the folder of a policy"),
+        ([tmp_path / "empty"], "empty holds no policy"),
+        ([ours, ours], "given twice for OS-Pruner with parameter 0.0001"),
+        ([ours, other], "with num_policy_layers 3 and 2: they are no training seeds"),
+    ]
+    for specs, message in refused:
+        with pytest.raises(ValueError, match=message):
+            parse_policies(list(map(str, specs)))
 
 
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.compare import FIXED, fixed_rules, worth_asking
-from ospruner.eval.evaluation import (
-    Evaluation,
-    Rule,
-    bootstrap_means,
-    choose,
-    intervals,
-)
+from ospruner.eval.evaluation import Report, Rule, bootstrap_means, choose, intervals
 from ospruner.eval.frontiers import frontiers, hull
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
 from ospruner.eval.replay import (
@@ -34,14 +28,14 @@ from ospruner.eval.replay import (
     replay_step,
 )
 from ospruner.eval.results import Estimate
-from ospruner.eval.table import FloatArray, IntArray, TraceTable
+from ospruner.eval.table import TraceTable
 
-from .evaluations import make_table, tabled
+from .evaluations import graded, make_table
 
 
 def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> list[Any]:
     """The rows of a frame of rules."""
-    frame = Evaluation([Rule("full", base), *rules], index).frame(**more)
+    frame = Report([Rule("full", base), *rules], index, **more).frame
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
@@ -93,19 +87,6 @@ def test_modes_agree_where_they_must(seed: int, threshold: float) -> None:
     assert (drawn.harmed >= -1e-15).all()
 
 
-def test_fixed_rules_end_softly_and_at_the_end_of_short_traces() -> None:
-    table, full = make_table(2), replay_full(make_table(2))
-    for budget in (0, 1, 17, 60, 10**6):
-        outcome = replay_budget(table, budget)
-        for n in range(len(table)):
-            ends = table.lengths[n, : table.num_steps[n]]
-            reached = ends[ends >= budget]
-            assert outcome.tokens[n] == (reached[0] if reached.size else ends[-1])
-    third = replay_step(table, 3)
-    assert (third.tokens == table.lengths[np.arange(40), np.minimum(2, table.last)]).all()
-    np.testing.assert_array_equal(replay_at(table, np.full(40, 99)).columns(), full.columns())
-
-
 def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
     table = make_table(4)
     pi = np.random.default_rng(0).random(table.mask.shape).astype(np.float32)
@@ -121,24 +102,23 @@ def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
 def test_errors() -> None:
     table = make_table(0)
     pi = np.full(table.mask.shape, 0.5)
-    bad: list[tuple[str, Any]] = [
-        (r"probabilities has shape \(40, 7\)", (pi[:, :7],)),
-        (r"probabilities holds 1\.5", (pi + 1,)),
-        (r"threshold is -0\.1", (pi, -0.1)),
-        (r"threshold is 1\.5", (pi, 1.5)),
-    ]
-    for message, arguments in bad:
-        with pytest.raises(ValueError, match=message):
-            replay(table, *arguments)
     refused: list[tuple[str, Any, Any]] = [
-        ("budget_tokens is -1", replay_budget, -1),
-        ("step is 0", replay_step, 0),
-        ("step_index", replay_at, [1]),
-        ("price is -1", hindsight_oracle, -1),
+        (r"probabilities has shape \(40, 7\)", replay, (pi[:, :7],)),
+        (r"probabilities holds 1\.5", replay, (pi + 1,)),
+        (r"threshold is -0\.1", replay, (pi, -0.1)),
+        (r"threshold is 1\.5", replay, (pi, 1.5)),
+        ("budget_tokens is -1", replay_budget, (-1,)),
+        ("step_index", replay_step, (0,)),
+        ("step_index", replay_at, ([1],)),
+        ("price is -1", hindsight_oracle, (-1,)),
     ]
-    for message, replayed, value in refused:
+    for message, replayed, values in refused:
         with pytest.raises(ValueError, match=message):
-            replayed(table, value)
+            replayed(table, *values)
+    aes = AES_ABSOLUTE
+    for message, accuracy, base_tokens in (("accuracy is 80", 80, 100), ("base_tokens is 0", 1, 0)):
+        with pytest.raises(ValueError, match=message):
+            aes(accuracy, 50, 0.8, base_tokens)
 
 
 def test_summarise_and_compare() -> None:
@@ -148,17 +128,20 @@ def test_summarise_and_compare() -> None:
     base, result = summarise(rules, full, table.problem_index)
     assert (base["reduction"], base["reduction_low"], base["reduction_high"]) == (0, 0, 0)
     assert base["aes"] == 0
-    assert result["accuracy"] == pytest.approx(early.accuracy)
-    assert result["tokens"] == pytest.approx(early.mean_tokens)
-    assert result["reduction"] == pytest.approx(1 - early.mean_tokens / full.mean_tokens)
-    expected = AES_ABSOLUTE(early.accuracy, early.mean_tokens, full.accuracy, full.mean_tokens)
-    assert result["aes"] == pytest.approx(float(expected))
-    assert (result.traces, result.problems) == (400, 200)
-    for name in ("accuracy", "tokens", "reduction", "aes"):
+    accuracy, tokens = early.accuracy, early.mean_tokens
+    expected = {
+        "accuracy": accuracy,
+        "tokens": tokens,
+        "reduction": 1 - tokens / full.mean_tokens,
+        "aes": float(AES_ABSOLUTE(accuracy, tokens, full.accuracy, full.mean_tokens)),
+    }
+    for name, value in expected.items():
         number = Estimate.of(result, name)
+        assert number.value == pytest.approx(value)
         assert number.low < number.value < number.high
+    assert (result.traces, result.problems) == (400, 200)
 
-    difference = Evaluation(rules, table.problem_index).differences().loc[0]
+    difference = Report(rules, table.problem_index).differences.loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
     assert difference["aes"] == pytest.approx(result["aes"])
@@ -209,10 +192,10 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     early = table.last > 0
     assert one["answer_after_stop"] == pytest.approx(table.answer_tokens[early, 0].mean())
     assert one["answer_after_end"] == pytest.approx(table.answer_tokens[~early, 0].mean())
-    both = Evaluation([Rule("full", full), free, paid], table.problem_index)
-    between = both.differences(variant).set_index("other").loc["paid"]
+    both = Report([Rule("full", full), free, paid], table.problem_index)
+    between = replace(both, variant=variant).differences.set_index("other").loc["paid"]
     assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
-    assert both.differences().set_index("other")["aes"]["paid"] == 0
+    assert both.differences.set_index("other")["aes"]["paid"] == 0
     uncounted = replay_full(make_table(9))
     with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
         summarise([Rule("full", full)], uncounted, table.problem_index, variant=variant)
@@ -243,7 +226,7 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert twins["accuracy"] == single["accuracy"]
     assert twins["accuracy_low"] == pytest.approx(single["accuracy_low"])
     rules = [Rule("full", full), apart, alone]
-    between = Evaluation(rules, table.problem_index).differences().set_index("other").loc["y"]
+    between = Report(rules, table.problem_index).differences.set_index("other").loc["y"]
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 
@@ -264,15 +247,7 @@ def test_no_rule_beats_the_oracle(seed: int, penalty: float) -> None:
 
 
 def test_oracles_by_hand() -> None:
-    steps = np.ones((3, 3), bool)
-    table = replace(
-        make_table(seed=0, traces=3, steps=3),
-        mask=steps,
-        num_steps=np.array([3, 3, 3]),
-        lengths=np.array([[10, 20, 30]] * 3),
-        correct=np.array([[0, 1, 1], [0, 1, 0], [0, 0, 0]], np.float64),
-        answer_tokens=5 * steps,
-    )
+    table = graded([[0, 1, 1], [0, 1, 0], [0, 0, 0]])
     oracle = hindsight_oracle(table)
     assert oracle.tokens.tolist() == [20, 20, 10]
     assert oracle.correct.tolist() == [1, 1, 0]
@@ -310,16 +285,6 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
         assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
 
 
-def test_aes_by_hand() -> None:
-    assert float(AES_ABSOLUTE(0.8, 50, 0.8, 100)) == pytest.approx(0.5)
-    assert float(AES_ABSOLUTE(0.9, 50, 0.8, 100)) == pytest.approx(0.5 + 0.3)
-    assert float(AES_ABSOLUTE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 0.5)
-    assert float(AES_RELATIVE(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 7 / 8)
-    assert AES_ABSOLUTE([0.8, 0.9], [100, 50], 0.8, 100).shape == (2,)
-    assert AES_RELATIVE.label == "relative, α=1, β=3, γ=7"
-    assert AES_ABSOLUTE.label == "absolute, α=1, β=3, γ=5"
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
 def test_aes_rises_with_accuracy_and_falls_with_tokens(
     accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
@@ -331,26 +296,14 @@ def test_aes_rises_with_accuracy_and_falls_with_tokens(
     assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
 
 
-def test_aes_errors() -> None:
-    with pytest.raises(ValueError, match="accuracy is 80"):
-        AES_ABSOLUTE(80, 50, 0.8, 100)
-    with pytest.raises(ValueError, match="base_tokens is 0"):
-        AES_ABSOLUTE(0.8, 50, 0.8, 0)
-
-
 def test_bootstrap_resamples_whole_problems() -> None:
     """Each problem's traces stay together: means are those of whole problems drawn with repeats."""
     problem_index = np.array([0, 0, 0, 1])
     values = np.array([[1.0], [1.0], [1.0], [0.0]])
-    means = bootstrap_means(values, problem_index, replicates=4000, seed=1)
+    whole, *means = bootstrap_means(values, problem_index, replicates=4000, seed=1)[:, 0]
+    assert whole == 0.75
     assert {round(float(m), 9) for m in np.unique(means)} == {0.0, 0.75, 1.0}
-    assert float((means == 0.75).mean()) == pytest.approx(0.5, abs=0.04)
-
-
-def interval(values: FloatArray, index: IntArray, replicates: int, seed: int = 0) -> Estimate:
-    drawn = bootstrap_means(values[:, None], index, replicates, seed)
-    found = intervals({"x": np.concatenate([[[values.mean()]], drawn])})
-    return Estimate.of(found.iloc[0], "x")
+    assert np.mean([m == 0.75 for m in means]) == pytest.approx(0.5, abs=0.04)
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -359,20 +312,14 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     for trial in range(200):
         rate = rng.beta(2, 2, 80)  # problems differ in difficulty
         index = np.repeat(np.arange(80), 4)
-        found = interval((rng.random(320) < rate[index]).astype(np.float64), index, 400, trial)
-        hits += found.low <= 0.5 <= found.high
+        values = (rng.random((320, 1)) < rate[index][:, None]).astype(np.float64)
+        found = intervals({"x": bootstrap_means(values, index, 400, trial)}).loc[0]
+        hits += found["x_low"] <= 0.5 <= found["x_high"]
     assert 0.90 <= hits / 200 <= 0.985
 
 
-def table_of(grades: list[list[float]]) -> TraceTable:
-    """Traces whose steps take 10 tokens each."""
-    correct = np.array(grades)
-    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
-    return tabled(np.ones(correct.shape, bool), correct=correct, lengths=lengths)
-
-
 # Right from the second step on, or only at the fourth.
-TABLE = table_of([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
+TABLE = graded([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
 ORACLE = hindsight_oracle(TABLE)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ospruner.eval.compare import Report
 from ospruner.eval.methods import parse_prices
 from ospruner.eval.results import (
     Estimate,
@@ -79,7 +78,6 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
         ([], "has format None and version None, this version of ospruner reads 'ospruner-results'"),
         (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"format": "other"}, "has format 'other'"),
-        (WHOLE.to_dict() | {"version": 1}, "version 1, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
         ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
         (WHOLE.to_dict() | {"frame": [{"method": "x"}]}, "frame has no .*'kind'"),
@@ -113,21 +111,16 @@ def test_numbers_and_names_as_text() -> None:
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 
 
-def reported(**settings: Any) -> Report:
-    evaluation = make_evaluation(**settings)
-    return Report(evaluation, evaluation.results())
-
-
 def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    report = reported()
+    report = make_evaluation()
     report.save(folder)
     report.save(folder)  # the same settings: replaced
     ((place, found),) = find_results(tmp_path).items()
     assert (place, found.name) == (folder, "DeepSeek-R1-Distill-Qwen-7B, GSM8K, forced, replay")
     assert found.to_dict() == report.results.to_dict()
     with pytest.raises(ValueError, match="other settings.*'GSM8K' there, 'AIME' asked for"):
-        reported(benchmark="AIME").save(folder)
+        make_evaluation(benchmark="AIME").save(folder)
     save_comparison(tmp_path / "b", seed=1)
     with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
         find_results(tmp_path)
@@ -135,10 +128,10 @@ def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
 
 def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="settings lacks .'model'."):
-        make_evaluation(model="").results()
+        make_evaluation(model="").results.to_dict()
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
-        reported().save(tmp_path)
+        make_evaluation().save(tmp_path)
     WHOLE.save(tmp_path / "results.json")  # what training leaves with a policy
     save_comparison(tmp_path / "policy")  # and the demo
     (tmp_path / "policy" / "config.json").write_text("{}")
@@ -147,7 +140,7 @@ def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
 
 
 def test_differences_are_of_the_best_row_of_a_method_to_that_of_each_other() -> None:
-    found = make_evaluation().results()
+    found = make_evaluation().results
     best = best_rows(found.frame).set_index("method")
     assert best.index.tolist() == ["full trace", "OS-Pruner", "probe", "fixed budget"]
     ours = best.loc["OS-Pruner"]

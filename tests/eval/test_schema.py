@@ -27,6 +27,9 @@ def test_a_good_row_passes_and_survives_the_dataset() -> None:
         validate_row(row)
         validate_row(stored)
         assert stored == row
+    del row["ended"]
+    with pytest.raises(ValueError, match=r"missing: \['ended'\], unknown: \['stopped'\]"):
+        validate_row({**row, "stopped": 1})
 
 
 @pytest.mark.parametrize(
@@ -71,13 +74,6 @@ def test_bad_rows_are_refused_by_column(column: str, value: Any, message: str) -
         validate_row(label_row(**{column: value}))
 
 
-def test_missing_and_unknown_columns() -> None:
-    row = label_row()
-    del row["ended"]
-    with pytest.raises(ValueError, match=r"missing: \['ended'\], unknown: \['stopped'\]"):
-        validate_row({**row, "stopped": 1})
-
-
 def test_trace_table() -> None:
     rows = [label_row("p0", 0, 3), label_row("p1", 0, 1), label_row("p0", 1, 2)]
     rows[0]["forced_correct"] = [None, 0.5, 1.0]
@@ -107,19 +103,21 @@ def test_trace_table() -> None:
 def test_trace_table_errors() -> None:
     row = label_row()
     dataset = Dataset.from_list([row], features=FEATURES)
-    with pytest.raises(ValueError, match="forced_correct.* not in the dataset"):
-        TraceTable.from_dataset(dataset.remove_columns("forced_correct"))
-    with pytest.raises(ValueError, match="holds no traces"):
-        TraceTable.from_dataset(dataset.select([]))
-    ungraded = Dataset.from_list([{**row, "forced_correct": [None] * 3}], features=FEATURES)
-    with pytest.raises(ValueError, match="the labels are not graded: grade them"):
-        TraceTable.from_dataset(ungraded)
-    short = Dataset.from_list([{**row, "forced_correct": [1.0]}], features=FEATURES)
-    with pytest.raises(ValueError, match="forced_correct and step_ends"):
-        TraceTable.from_dataset(short)
+    ungraded, short = (
+        Dataset.from_list([row | {"forced_correct": grades}], features=FEATURES)
+        for grades in ([None] * 3, [1.0])
+    )
+    for refused, message in (
+        (dataset.remove_columns("forced_correct"), "forced_correct.* not in the dataset"),
+        (dataset.select([]), "holds no traces"),
+        (ungraded, "the labels are not graded: grade them"),
+        (short, "forced_correct and step_ends"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TraceTable.from_dataset(refused)
 
 
-def test_label_settings_round_trip_and_differences() -> None:
+def test_label_settings_round_trip_differ_and_are_checked() -> None:
     settings = LabelSettings(base_model="base", reasoning_format={"closing": "</think>\n\n"})
     loaded = LabelSettings.from_dict(json.loads(json.dumps(settings.to_dict())))
     assert loaded == settings
@@ -130,31 +128,23 @@ def test_label_settings_round_trip_and_differences() -> None:
         "temperature: 0.6 here, 1.0 there",
     ]
     assert len(settings.differences(other, but=["temperature"])) == 1
+    values = settings.to_dict()
     with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
-        LabelSettings.from_dict({**settings.to_dict(), "colour": 1})
-    first = {name: value for name, value in settings.to_dict().items() if name != "seed"}
+        LabelSettings.from_dict({**values, "colour": 1})
+    wrong: dict[str, Any] = {
+        "base_model": "",
+        "answer": "both",
+        "temperature": -1.0,
+        "top_p": 0.0,
+        "top_k": -1,
+    }
+    wrong |= {"seed": 0.5, "samples_per_problem": 0, "max_new_tokens": 0, "step_stride": 0}
+    for field, value in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=f"{field} is "):
+            LabelSettings.from_dict({**values, field: value})
+    del values["seed"]
     with pytest.raises(ValueError, match=r"missing keys \['seed'\]"):
-        LabelSettings.from_dict(first)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("base_model", ""),
-        ("answer", "both"),
-        ("temperature", -1.0),
-        ("top_p", 0.0),
-        ("top_k", -1),
-        ("seed", 0.5),
-        ("samples_per_problem", 0),
-        ("max_new_tokens", 0),
-        ("step_stride", 0),
-    ],
-)
-def test_label_settings_errors(field: str, value: object) -> None:
-    values = LabelSettings(base_model="base").to_dict()
-    with pytest.raises((ValueError, TypeError), match=f"{field} is "):
-        LabelSettings.from_dict({**values, field: value})
+        LabelSettings.from_dict(values)
 
 
 def test_splits_are_stable_and_of_the_right_size() -> None:

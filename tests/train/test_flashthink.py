@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,8 +73,8 @@ def test_train_save_replay_and_charge(
     about = json.loads((stage.path / "flashthink.json").read_text())
     assert about["prompt"] == PROMPT
     assert len(parse_policies([str(tmp_path / "run")])) == 5  # the paper's thresholds
-    evaluation = compare(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"]).evaluation
-    first, never, sampled = evaluation.rules[1:4]
+    report = compare(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"])
+    first, never, sampled = report.rules[1:4]
     assert [rule.method for rule in (first, never)] == ["FlashThink"] * 2
     # At threshold 0 it stops after the first step, having read the prompt and that step.
     ours = load_labels(labels)
@@ -91,13 +92,13 @@ def test_train_save_replay_and_charge(
     assert (between <= never.outcome.probe_tokens[rows] + 1e-6).all()
     # As compute it pays for what it reads at its own model's price, and not for its length.
     work = ModelWork.of_config(tiny_base.config)
-    full = evaluation.full
+    full = report.full
     more = never.outcome.flops - full.flops
     np.testing.assert_allclose(more[rows], work.read(0, read[rows, last[rows] - 1]))
     assert (full.flops > 0).all()
-    scores = evaluation.frame(prices=(1e-3,))[["aes", "reward@1e-3"]]
+    scores = replace(report, prices=(1e-3,)).frame[["aes", "reward@1e-3"]]
     assert scores.loc[2].equals(scores.loc[0])
-    paid = evaluation.frame(AesVariant(charge="compute")).loc[2]
+    paid = replace(report, variant=AesVariant(charge="compute")).frame.loc[2]
     assert paid["aes"] == pytest.approx(1 - paid["flops_ratio"])
     assert paid["aes"] < 0
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)

@@ -145,7 +145,7 @@ def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path:
 
     policy = str(stage.path)
     for folder in folders:
-        assert len(compare(folder, [policy], limit=8).evaluation.rules) == 2
+        assert len(compare(folder, [policy], limit=8).rules) == 2
     other = told_otherwise(shutil.copytree(folders[1], tmp_path / "other"), task={"name": "choice"})
     with pytest.raises(ValueError, match="on the task math and exact, here it is choice: use"):
         compare(other, [policy])

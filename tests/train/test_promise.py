@@ -121,7 +121,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     stored = load_labels(labels)
     model = OSPrunerForCausalLM.from_base(load_labelled_base(None, stored)[0], trained / "run")
     said, table = predict_outputs(model, stored.traces), TraceTable.from_dataset(stored.traces)
-    for rule in report.evaluation.rules[1:3]:
+    for rule in report.rules[1:3]:
         wanted = replay(table, said.probabilities(rule.parameter))
         assert rule.outcome.accuracy == pytest.approx(wanted.accuracy, abs=1e-6)
         assert rule.outcome.mean_tokens == pytest.approx(wanted.mean_tokens, abs=1e-4)
@@ -191,7 +191,7 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     at: dict[float, Outcome] = {}
     for value in {one[key] for one in (stored, *rows)}:
         use, prices = f"{policy}@{value if kind else 0.5}", None if kind else [value]
-        full, used, *_ = compare(labels, [use], prices=prices).evaluation.rules
+        full, used, *_ = compare(labels, [use], prices=prices).rules
         at[value] = used.outcome
     assert full.outcome.accuracy - at[stored[key]].accuracy == pytest.approx(stored["loss"])
     shares = {**SHARES, "low": 0.4, "medium": 0.8}
@@ -227,7 +227,7 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(
     assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
     # What was tested is replay's expectation over the draws.
     price = stored["price"]
-    full, drawn = compare(labels, [str(policy)], prices=[price]).evaluation.rules[:2]
+    full, drawn = compare(labels, [str(policy)], prices=[price]).rules[:2]
     assert full.outcome.accuracy - drawn.outcome.accuracy == pytest.approx(stored["loss"])
     # Of the thinking tokens' histogram the bins' shares are those of the stops that are expected.
     tokens = stored["traffic"]["thinking_tokens"]
@@ -404,7 +404,7 @@ def test_answers_after_a_sentence_are_replayed_and_not_promised(
     soft, hard = (load_labels(folder).traces for folder in folders)
     assert soft["trace_ids"] == hard["trace_ids"]
     assert soft["forced_answer_ids"] != hard["forced_answer_ids"]
-    replayed = [compare(folder, [policy]).evaluation.rules for folder in folders]
+    replayed = [compare(folder, [policy]).rules for folder in folders]
     tokens = [[rule.outcome.mean_tokens for rule in rules] for rules in replayed]
     assert tokens[0] == tokens[1]
     with pytest.raises(ValueError, match="stops with wind_down '', the answers of .* 'So I have"):

@@ -25,7 +25,6 @@ from ...serving.vllm.plugin_replay import make_policy
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
 
 Policy = tuple[OSPrunerForCausalLM, Path]
-HERE: dict[str, Any] = {"device": "cpu"}
 COUNT = 4
 
 
@@ -62,12 +61,13 @@ def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> Any:
 
     from ospruner.eval.harness import lm_harness  # noqa: F401  # registers the model
 
-    arguments = {"apply_chat_template": True, "tasks": ["ospruner_sums"], "log_samples": True}
+    arguments = {"apply_chat_template": True, "tasks": ["ospruner_sums"], "device": "cpu"}
     done = lm_eval.simple_evaluate(
         model="ospruner",
         model_args={"dtype": "float32", **model_args},  # the reasoner's own is bfloat16
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
+        log_samples=True,
         **{**arguments, **more},
     )
     assert isinstance(done, dict)
@@ -88,7 +88,7 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     model, folder = policy
     tokenizer: Any = model.tokenizer
     given = {"stop_policy": False} if settings is None else settings
-    done = evaluate(tasks, {"policy": str(folder), **given}, batch_size=2, device="cpu")
+    done = evaluate(tasks, {"policy": str(folder), **given}, batch_size=2)
     samples = done["samples"]["ospruner_sums"]
     assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
     right = 0
@@ -124,61 +124,57 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
 
 def test_batches_draw_as_one_by_one(policy: Policy, tasks: Path) -> None:
     arguments = {"policy": str(policy[1]), "mode": "sample", "seed": 1}
-    one, four = (evaluate(tasks, arguments, batch_size=size, **HERE) for size in (1, 4))
+    one, four = (evaluate(tasks, arguments, batch_size=size) for size in (1, 4))
     assert logged(one) == logged(four)
     assert len({log[0]["thinking_tokens"] for log in logged(one)}) > 1
 
 
 def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Path) -> None:
     arguments = {"policy": str(policy[1]), "max_thinking_tokens": 40}
-    cache = {"use_cache": str(tmp_path / "cache"), **HERE}
-    first, again = (evaluate(tasks, arguments, **cache) for _ in range(2))
+    cache = str(tmp_path / "cache")
+    first, again = (evaluate(tasks, arguments, use_cache=cache) for _ in range(2))
     known = again["results"]["ospruner_sums"]
     assert known.items() <= first["results"]["ospruner_sums"].items()
     sample = again["samples"]["ospruner_sums"][0]
     assert "ospruner" not in sample["arguments"][0][1], "from the cache"
 
 
-def test_log_likelihoods_are_refused(policy: Policy, tasks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_args", "more", "complaint"),
+    [
+        ({"policy": ""}, {}, "policy is ''"),
+        ({"lenght_penalty": 1}, {}, "lenght_penalty"),
+        ({"threshold": 2}, {}, "threshold"),
+        ({"stop_policy": False, "threshold": 0.5}, {}, r"\['threshold'\] would do nothing"),
+        ({"stop_policy": "no"}, {}, "stop_policy is 'no'"),
+        ({"max_loss": 0.01}, {}, "max_loss is 0.01, but the policy promises"),
+        ({}, {"apply_chat_template": False}, "say --apply_chat_template"),
+        (
+            {},
+            {"gen_kwargs": {"num_return_sequences": 2, "do_sample": True}},
+            "num_return_sequences is 2; a request has one reply",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    policy: Policy, tasks: Path, model_args: dict[str, Any], more: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        evaluate(tasks, {"policy": str(policy[1]), **model_args}, **more)
+
+
+def test_log_likelihoods_and_answers_that_a_task_begins_are_refused(
+    policy: Policy, tasks: Path, tmp_path: Path
+) -> None:
+    from ospruner.eval.harness.lm_harness import OSPrunerLM
+
     text = (tasks / "sums.yaml").read_text("utf-8")
     head = text[: text.index("generation_kwargs")].replace("generate_until", "loglikelihood")
     (tmp_path / "likely.yaml").write_text(head.replace("ospruner_sums", "likely"), "utf-8")
     with pytest.raises(ValueError, match="likely asks for log-likelihoods"):
-        evaluate(tmp_path, {"policy": str(policy[1])}, tasks=["likely"], **HERE)
-
-
-@pytest.mark.parametrize(
-    ("model_args", "complaint"),
-    [
-        ({"policy": ""}, "policy is ''"),
-        ({"lenght_penalty": 1}, "lenght_penalty"),
-        ({"threshold": 2}, "threshold"),
-        ({"stop_policy": False, "threshold": 0.5}, r"\['threshold'\] would do nothing"),
-        ({"stop_policy": "no"}, "stop_policy is 'no'"),
-        ({"max_loss": 0.01}, "max_loss is 0.01, but the policy promises"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(
-    policy: Policy, tasks: Path, model_args: dict[str, Any], complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        evaluate(tasks, {"policy": str(policy[1]), **model_args}, **HERE)
-
-
-def test_several_replies_of_one_request_are_refused(policy: Policy, tasks: Path) -> None:
-    gen = {"num_return_sequences": 2, "do_sample": True}
-    with pytest.raises(ValueError, match="num_return_sequences is 2; a request has one reply"):
-        evaluate(tasks, {"policy": str(policy[1])}, gen_kwargs=gen, **HERE)
-
-
-def test_requests_that_are_no_conversations_are_refused(policy: Policy, tasks: Path) -> None:
-    from ospruner.eval.harness.lm_harness import OSPrunerLM
-
-    with pytest.raises(ValueError, match="say --apply_chat_template"):
-        evaluate(tasks, {"policy": str(policy[1])}, apply_chat_template=False, **HERE)
-    model = OSPrunerLM(str(policy[1]), device="cpu")
+        evaluate(tmp_path, {"policy": str(policy[1])}, tasks=["likely"])
     with pytest.raises(ValueError, match="gen_prefix"):
-        model.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=False)
+        OSPrunerLM(str(policy[1]), device="cpu").apply_chat_template([], False)
 
 
 def test_answers_begin_behind_what_ends_the_thinking(
@@ -220,7 +216,7 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     pinned: Any = {"base_model_name_or_path": str(reasoner.folder), "reasoning_format": form}
     untrained(reasoner.model, reasoner.tokenizer, **pinned).save_pretrained(tmp_path)
     settings = {"threshold": 1.0, "answer": "free"}
-    done = evaluate(tasks, {"policy": str(tmp_path), **settings}, gen_kwargs={"until": []}, **HERE)
+    done = evaluate(tasks, {"policy": str(tmp_path), **settings}, gen_kwargs={"until": []})
     replies = [sample["resps"][0][0] for sample in done["samples"]["ospruner_sums"]]
     assert any("That fits" in reply for reply in replies)
     tokenizer: Any = reasoner.tokenizer

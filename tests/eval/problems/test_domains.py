@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,32 +31,17 @@ def test_mathematics_is_as_it_was() -> None:
     assert task.equal_many([("1", "1.0"), ("1", "2"), ("", "1")]) == [True, False, None]
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("b}", "B"),
-        ("(B)}", "B"),
-        (r"\text{C}}", "C"),
-        ("B. 42}", "B"),
-        ("Option d}", "D"),
-        ("Boron}", "Boron"),
-        ("42}", "42"),
-        (r"\textbf{(C)}}", "C"),
-        ("$C$}", "C"),
-        ("Ｂ}", "B"),
-        ("a dog}", "a dog"),
-        ("I think}", "I think"),
-        ("A and B}", "A and B"),
-        ("A, C}", "A, C"),
-        ("(A) or (B)}", "(A) or (B)"),
-        ("B) blue}", "B"),
-        ("the correct answer is d}", "D"),
-    ],
-)
-def test_a_choice_is_a_letter(text: str, letter: str) -> None:
+def test_a_choice_is_a_letter() -> None:
     task = Choice()
-    assert task.read_forced(text) == letter
-    assert task.grade(letter, B) is (letter == "B")
+    letters = {
+        "B": ("b", "(B)", "B. 42", "Ｂ", "B) blue"),
+        "C": (r"\text{C}", r"\textbf{(C)}", "$C$"),
+        "D": ("Option d", "the correct answer is d"),
+    }
+    words = ("Boron", "42", "a dog", "I think", "A and B", "A, C", "(A) or (B)")
+    for letter, texts in (letters | {word: (word,) for word in words}).items():
+        assert [task.read_forced(f"{text}}}") for text in texts] == [letter] * len(texts)
+        assert task.grade(letter, B) is (letter == "B")
     assert task.read_forced("B") is None
 
 
@@ -127,25 +114,20 @@ def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
     assert [problem.answer for problem in named.problems] == ["B"]  # one question, twice
 
 
-@pytest.mark.parametrize(
-    ("said", "wanted", "right"),
-    [
-        ("The Eiffel Tower.", "eiffel tower", True),
-        (r"\text{blue}", "Blue", True),
-        ("3.5", "35", False),
-        ("-3", "3", False),
-        ("−3", "-3", True),
-        ("√2", "2", False),
-        ("x ≤ 3", "x ≥ 3", False),
-        ("5 €", "5 $", False),
-        ("20 °C", "20 C", False),
-        ("cat", "feline || cat", True),
-        ("a", "A", True),
-        ("dog", "cat", False),
-    ],
-)
-def test_short_answers_are_normalised(said: str, wanted: str, right: bool) -> None:
-    assert Exact().grade(said, Problem("x", "?", wanted)) is right
+def test_short_answers_are_normalised() -> None:
+    same = (
+        ("The Eiffel Tower.", "eiffel tower"),
+        (r"\text{blue}", "Blue"),
+        ("−3", "-3"),
+        ("a", "A"),
+    )
+    other = (("3.5", "35"), ("-3", "3"), ("√2", "2"), ("x ≤ 3", "x ≥ 3"), ("5 €", "5 $"))
+    for right, pairs in (
+        (True, (*same, ("cat", "feline || cat"))),
+        (False, (*other, ("20 °C", "20 C"), ("dog", "cat"))),
+    ):
+        for said, wanted in pairs:
+            assert Exact().grade(said, Problem("x", "?", wanted)) is right, said
 
 
 def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:
@@ -172,42 +154,23 @@ def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> No
         parse_task("choice:force")
 
 
-PROBLEMS = [Problem("a", "What is 6*7?", "42")]
+def test_presets_and_instructions_are_paragraphs_of_their_own() -> None:
+    problem, instruction = Problem("a", "What is 6*7?", "42"), DEEPSEEK_R1.user_instruction
+    for said, asked in (("Box it.", "What is 6*7?\n\nBox it."), ("", "What is 6*7?")):
+        assert user_message(problem, replace(QWEN3, user_instruction=said)) == asked
+    for name, preset in PROMPT_PRESETS.items():
+        paragraphs = Task(name).message(problem, DEEPSEEK_R1).split("\n\n")
+        assert paragraphs == [one for one in ("What is 6*7?", preset, instruction) if one]
+    assert "5 words at most" in PROMPT_PRESETS["chain-of-draft"]
+    assert "check it in a different way" in PROMPT_PRESETS["check"]
 
 
-def message(prompt: str) -> str:
-    return Task(prompt).message(PROBLEMS[0], DEEPSEEK_R1)
-
-
-def test_an_instruction_is_a_paragraph_of_its_own() -> None:
-    problem = PROBLEMS[0]
-    for instruction, asked in (("Box it.", "What is 6*7?\n\nBox it."), ("", "What is 6*7?")):
-        assert user_message(problem, replace(QWEN3, user_instruction=instruction)) == asked
-
-
-def test_a_preset_stands_between_problem_and_instruction() -> None:
-    assert message("default") == f"What is 6*7?\n\n{DEEPSEEK_R1.user_instruction}"
-    draft = message("chain-of-draft")
-    assert draft.split("\n\n") == [
-        "What is 6*7?",
-        PROMPT_PRESETS["chain-of-draft"],
-        DEEPSEEK_R1.user_instruction,
-    ]
-    assert "5 words at most" in draft
-    assert "check it in a different way" in message("check")
-
-
-def test_bad_tasks_are_refused(tmp_path: Path) -> None:
+def test_bad_tasks_and_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="prompt is 'shout'; it must be 'default' or 'conc"):
         Task("shout")
     (tmp_path / "none.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="defines 0 subclasses of Task; it must define one"):
         load_task_class(tmp_path / "none.py")
-
-
-def test_a_tokenizer_without_template_is_refused() -> None:
-    class Bare:
-        chat_template = None
-
+    bare: Any = SimpleNamespace(chat_template=None)
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        prompt_token_ids("a", "hi", Bare(), None)  # type: ignore[arg-type]
+        prompt_token_ids("a", "hi", bare, bare)

@@ -15,11 +15,7 @@ from ospruner.eval.problems.problem import (
     text_key,
     text_key_1,
 )
-from ospruner.eval.problems.sources import (
-    BENCHMARKS,
-    drop_overlaps,
-    load_source,
-)
+from ospruner.eval.problems.sources import BENCHMARKS, drop_overlaps, load_source
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -61,10 +57,7 @@ EXPECTED = {
         Problem("gsm8k/test/1", "Much?", "1234567"),
     ],
     ("math500", None): [Problem("math500/algebra/7", "2+2?", "4", "Algebra")],
-    ("aime", None): [
-        Problem("aime24/60", "A?", "204", "2024"),
-        Problem("aime25/1", "B?", "70"),
-    ],
+    ("aime", None): [Problem("aime24/60", "A?", "204", "2024"), Problem("aime25/1", "B?", "70")],
     ("aime25", "test"): [Problem("aime25/1", "B?", "70")],
     ("deepscaler", None): [
         Problem(f"deepscaler/{text_key('C?')}", "C?", "5"),
@@ -146,17 +139,11 @@ def test_rows_without_ids_are_named_by_their_text() -> None:
         problems_from_rows([*rows, {"problem": "1 + 1?", "answer": "2"}])
 
 
-@pytest.mark.parametrize(
-    "number", ["0.0000001", "1e-07", "10000000000000000.0", "1.50", "7", "-0.0"]
-)
-def test_numbers_are_what_json_wrote(number: str, tmp_path: Path) -> None:
+def test_numbers_are_what_json_wrote(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"problem": "1?", "answer": {number}}}\n', "utf-8")
-    assert [problem.answer for problem in load_source(str(path)).problems] == [number]
-
-
-def test_a_number_that_python_does_not_read_is_refused_by_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
+    numbers = ["0.0000001", "1e-07", "10000000000000000.0", "1.50", "7", "-0.0"]
+    path.write_text("".join(f'{{"problem": "{n}?", "answer": {n}}}\n' for n in numbers), "utf-8")
+    assert [problem.answer for problem in load_source(str(path)).problems] == numbers
     path.write_text(f'{{"problem": "1?", "answer": {"1" * 5000}}}\n', "utf-8")
     with pytest.raises(ValueError, match="p.jsonl, line 1: not JSON"):
         load_source(str(path))
@@ -184,16 +171,14 @@ def test_splits_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("Find $x$.", "find x"),
-        (r"Is \(\dfrac{1}{2}\,x\) big?", r"is $\frac{1}{2}x$ big?"),
-        ("a,\n\\[b = c\\]", "a $b=c$"),
-        (r"$\overline{r_1}$", r"$\overline{r}_1$"),
-        (r"$\left( 1, 2 \right)$", "$(1,2)$"),
-        ("ﬁve ½", "five 1⁄2"),
-        ("x≤3", r"$x\leq 3$"),
-        ("1,234 cats", "1234 cats"),
-        (r"\frac12", r"\frac{1}{2}"),
-        ("3 × 4 − 1", r"$3\times4-1$"),
+        *(("Find $x$.", "find x"), ("a,\n\\[b = c\\]", "a $b=c$"), ("ﬁve ½", "five 1⁄2")),
+        *((r"$\overline{r_1}$", r"$\overline{r}_1$"), (r"$\left( 1, 2 \right)$", "$(1,2)$")),
+        *((r"Is \(\dfrac{1}{2}\,x\) big?", r"is $\frac{1}{2}x$ big?"), ("x≤3", r"$x\leq 3$")),
+        *(
+            ("1,234 cats", "1234 cats"),
+            (r"\frac12", r"\frac{1}{2}"),
+            ("3 × 4 − 1", r"$3\times4-1$"),
+        ),
     ],
 )
 def test_copies_have_one_text(one: str, other: str) -> None:
@@ -204,22 +189,11 @@ def test_copies_have_one_text(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("x + 2", "x - 2"),
-        ("1.5 apples", "15 apples"),
-        ("88 / (4 / 2)", "88 / 4 / 2"),
-        ("x^2", "x_2"),
-        (r"\frac 1 2", "1 2"),
-        ("3!", "3"),
-        ("left 3", "3"),
-        ("x ≤ 3", "x ≥ 3"),
-        ("6 ÷ 2", "6 × 2"),
-        ("A ∪ B", "A ∩ B"),
-        ("√2", "2"),
-        ("1,2", "12"),
-        ("the ratio 3:4", "the ratio 34"),
-        ("1 2 and 3", "12 and 3"),
+        *(("x + 2", "x - 2"), ("1.5 apples", "15 apples"), ("88 / (4 / 2)", "88 / 4 / 2")),
+        *(("x^2", "x_2"), (r"\frac 1 2", "1 2"), ("3!", "3"), ("left 3", "3"), ("x ≤ 3", "x ≥ 3")),
+        *(("6 ÷ 2", "6 × 2"), ("A ∪ B", "A ∩ B"), ("√2", "2"), ("1,2", "12"), ("a ∈ B", "a ∉ B")),
+        *(("the ratio 3:4", "the ratio 34"), ("1 2 and 3", "12 and 3")),
         (r"\frac{1}{23}", r"\frac{12}{3}"),
-        ("a ∈ B", "a ∉ B"),
     ],
 )
 def test_other_problems_have_other_texts(one: str, other: str) -> None:

@@ -13,12 +13,13 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ospruner.eval.evaluation import Evaluation, Rule
+from ospruner.eval.evaluation import Report, Rule
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
     MODELS,
-    print_comparison,
+    print_comparisons,
+    print_table_1,
     published,
     table_1_scores,
     with_published,
@@ -73,26 +74,24 @@ def test_models_and_benchmarks_that_the_paper_lacks_are_refused() -> None:
         with_published(make_results(), benchmark="GPQA")
 
 
-def printed(folder: Path | None, paper: bool, json_file: Path | None = None) -> str:
-    console = Console(file=io.StringIO(), width=140, no_color=True)
-    print_comparison(folder, console, paper=paper, json_file=json_file)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_the_command_prints_both(tmp_path: Path) -> None:
-    assert "absolute, α=1, β=3, γ=5: 0.007" in printed(None, True)
+    console = Console(file=io.StringIO(), width=140, no_color=True)
+    assert len(print_table_1(console)) == 60
     save_comparison(tmp_path / "e")
-    text = printed(tmp_path, True, tmp_path / "out.json")
+    numbers = print_comparisons(tmp_path, console, paper=True)
+    print_comparisons(tmp_path, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "absolute, α=1, β=3, γ=5: 0.007" in text
     assert "88.0" in text
     assert "59.3" in text
-    numbers = json.loads((tmp_path / "out.json").read_text())
-    measured, told = Results.from_dict(numbers[0]), numbers[0]["about"]["published"]
+    assert "Each method at its best AES" in text
+    (one,) = json.loads(json.dumps(numbers))
+    measured, told = Results.from_dict(one), one["about"]["published"]
     assert len(measured.rules) == len(told)
     assert measured.rules["method"][0] == "full trace"
     assert told[0]["paper_accuracy_percent"] == 88.7
     assert told[-1]["paper_accuracy_percent"] is None
-    assert "Each method at its best AES" in printed(tmp_path, False)
 
 
 def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: str) -> pd.Series:
@@ -107,7 +106,7 @@ def measured(base: dict[str, Any], cell: dict[str, Any], read: float, length: st
         outcome.probe_tokens[:] = probes
         outcomes.append(outcome)
     rules = [Rule("full trace", outcomes[0]), Rule("FlashThink", outcomes[1])]
-    return Evaluation(rules, np.arange(5)).frame(prices=(1e-4,)).iloc[1]
+    return Report(rules, np.arange(5), prices=(1e-4,)).frame.iloc[1]
 
 
 @pytest.mark.parametrize("benchmark", ["GSM8K", "MATH-500"])

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,7 @@ from matplotlib.figure import Figure
 
 from ospruner.durable import write_checked
 from ospruner.eval.methods import FRONTIER, FULL
-from ospruner.eval.report.pictures import (
-    assign_styles,
-    draw_dynamics,
-    draw_pareto,
-    plot_results,
-)
+from ospruner.eval.report.pictures import assign_styles, draw_dynamics, draw_pareto, plot_results
 from ospruner.eval.report.summary import told, write_report
 from ospruner.eval.results import frame_of
 
@@ -35,7 +30,7 @@ def frontier(step: float) -> list[dict[str, Any]]:
 
 def test_panels_are_drawn_side_by_side() -> None:
     panels = {
-        name: make_evaluation(benchmark=name, seed=i).frame()
+        name: make_evaluation(benchmark=name, seed=i).frame
         for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other"))
     }
     figure = draw_pareto(panels, "four")
@@ -69,18 +64,13 @@ def test_every_method_has_a_mark_of_its_own_alike_in_all_panels() -> None:
     styles = assign_styles(names)
     for some in (names, names[::2]):
         axes = Figure().add_subplot()
-        frame = frame_of(
-            [make_result(name, 0.5, 10 + len(name), chosen=name == "m2") for name in some]
-        )
-        plot_results(axes, frame, styles)
-        drawn = {str(line.get_label()): line for line in axes.get_lines()}
-        assert [*some, "chosen on validation"] == list(drawn)
-        marks = [
-            (one.get_color(), one.get_marker(), one.get_linestyle())
-            for one in map(drawn.get, some)
-            if one is not None
-        ]
-        assert len(set(marks)) == len(some)
+        rows = [make_result(name, 0.5, 10 + len(name), chosen=name == "m2") for name in some]
+        plot_results(axes, frame_of(rows), styles)
+        *drawn, ring = axes.get_lines()
+        assert [str(one.get_label()) for one in drawn] == some
+        assert ring.get_label() == "chosen on validation"
+        marks = {(one.get_color(), one.get_marker(), one.get_linestyle()) for one in drawn}
+        assert len(marks) == len(some)
 
 
 def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
@@ -99,7 +89,7 @@ def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> 
     (folder / "trainer_state.json").write_text(json.dumps(state))
 
 
-def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
+def test_dynamics_are_drawn_over_steps_of_a_finished_stage(tmp_path: Path) -> None:
     finished_run(tmp_path, [])
     with pytest.raises(ValueError, match="has no finished stage"):
         draw_dynamics(tmp_path)
@@ -107,9 +97,6 @@ def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
     record.write_bytes(record.read_bytes().replace(b"fixed", b"price"))
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         draw_dynamics(tmp_path)
-
-
-def test_dynamics_are_drawn_over_steps(tmp_path: Path) -> None:
     finished_run(tmp_path, [1e-3, 1e-4])
     upper, lower = draw_dynamics(tmp_path).axes
     assert [text.get_text() for text in upper.texts] == ["price=1e-3", "price=1e-4"]
@@ -155,38 +142,25 @@ def test_the_page_shows_what_stands_beside_it(written: dict[str, Path]) -> None:
     assert "| 59.3 |" in text  # the paper's reduction at lambda 5e-5 on GSM8K
 
 
-def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no comparison: make one with `ospruner comp"):
-        write_report(tmp_path)
-
-
-def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str, Path]) -> None:
-    evaluation = make_evaluation()
-    ever = evaluation.limits[0].outcome.correct >= 0.5
-    found = evaluation.results().about["never_right"]
-    assert found["traces"] == pytest.approx(1 - ever.mean())
-    full = evaluation.full.tokens
-    assert found["tokens"] == pytest.approx(full[~ever].sum() / full.sum())
-    rule = evaluation.rules[1]
-    saved = full - rule.outcome.tokens
-    assert found["saved"][rule.name] == pytest.approx(saved[~ever].sum() / saved.sum())
-    results = evaluation.results()
-    line = next(line for line in told(results) if "right at no step" in line)
-    assert line.startswith(f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step")
-    assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in line or "probe ≥.90" in line
-    assert line.partition(";")[0] in written["report.md"].read_text("utf-8")
-    capped = evaluation.full.truncated > 0
-    assert capped.any() == ("at_cap" in results.about)
-    cut = dataclasses.replace(
-        evaluation.full, truncated=(np.arange(len(full)) % 2).astype(np.float64)
-    )
-    first = dataclasses.replace(evaluation.rules[0], outcome=cut)
-    looped = dataclasses.replace(evaluation, rules=[first, *evaluation.rules[1:]]).results()
-    found = looped.about["at_cap"]
-    assert found["saved"][rule.name] == pytest.approx(saved[1::2].sum() / saved.sum())
-    assert any(
-        line.startswith("50.0 % of the traces are cut at their cap") for line in told(looped)
-    )
-    without = dataclasses.replace(evaluation, limits=[])
-    assert "never_right" not in without.results().about
-    assert not any("at no step" in one for one in told(dataclasses.replace(results, about={})))
+def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told(written: dict[str, Path]) -> None:
+    plain = make_evaluation()
+    full, rule = plain.rules[:2]
+    every_second = np.arange(len(plain)) % 2
+    looped = replace(full.outcome, truncated=every_second.astype(np.float64))
+    evaluation = replace(plain, rules=[replace(full, outcome=looped), *plain.rules[1:]])
+    results, tokens = evaluation.results, looped.tokens
+    saved, hopeless = tokens - rule.outcome.tokens, plain.limits[0].outcome.correct < 0.5
+    for name, rows in (("never_right", hopeless), ("at_cap", every_second > 0)):
+        found = results.about[name]
+        assert found["traces"] == pytest.approx(rows.mean())
+        assert found["tokens"] == pytest.approx(tokens[rows].sum() / tokens.sum())
+        assert found["saved"][rule.name] == pytest.approx(saved[rows].sum() / saved.sum())
+    never, cut = told(results)[1:]
+    assert never.startswith(f"{100 * hopeless.mean():.1f} % of the traces are right at no step; ")
+    probe = results.about["never_right"]["saved"]["probe ≥.70"]
+    assert f"probe ≥.70 {100 * probe:.0f} %" in never or "probe ≥.90" in never
+    assert cut.startswith("50.0 % of the traces are cut at their cap")
+    assert never.partition(";")[0] in written["report.md"].read_text("utf-8")
+    assert "at_cap" not in plain.results.about
+    assert "never_right" not in replace(plain, limits=[]).results.about
+    assert not any("at no step" in one for one in told(replace(results, about={})))

@@ -13,21 +13,11 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.evaluation import Report
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
-from ospruner.eval.report.summary import (
-    differences_table,
-    frontier_tables,
-    results_table,
-)
-from ospruner.eval.report.tables import (
-    AVERAGE,
-    Table,
-    best_aes_table,
-    full_table,
-    grid_frame,
-)
+from ospruner.eval.report.summary import differences_table, frontier_tables, results_table
+from ospruner.eval.report.tables import AVERAGE, Table, best_aes_table, full_table, grid_frame
 from ospruner.eval.results import Estimate, Results, best_rows, frame_of
 
 from ...made_results import make_result, spread
@@ -35,7 +25,7 @@ from ..evaluations import make_evaluation, make_results
 
 MODEL = "DeepSeek-R1-Distill-Qwen-7B"
 MADE = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
-TWO = [one.results() for one in MADE]
+TWO = [one.results for one in MADE]
 FRAME = grid_frame(TWO)
 PRICES = (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0)
 RESULTS = [
@@ -69,13 +59,13 @@ def groups(table: Table) -> list[str]:
     return list(dict.fromkeys(table.numbers.columns.get_level_values(0)))
 
 
-def charged(evaluation: Evaluation) -> Results:
+def charged(evaluation: Report) -> Results:
     """The same, where each thinking token takes a thousand operations."""
     rules = [
         replace(rule, outcome=replace(rule.outcome, flops=1000 * rule.outcome.tokens))
         for rule in evaluation.rules
     ]
-    return replace(evaluation, rules=rules).results()
+    return replace(evaluation, rules=rules).results
 
 
 def test_results_stand_in_80_columns_with_their_intervals() -> None:
@@ -97,9 +87,6 @@ def test_results_stand_in_80_columns_with_their_intervals() -> None:
     table = results_table(frame_of([counted]))
     assert any(re.search(r"0\.42 ±0\.07 +2\.0 *$", line) for line in lines_of(table))
     assert "2.0 [1.0, 3.0]" in table.markdown(), "names need the width in terminals alone"
-
-
-def test_scores_of_two_variants_are_not_mixed() -> None:
     other = RESULTS[1] | {"aes_label": AES_RELATIVE.label}
     with pytest.raises(ValueError, match="results of one AES"):
         results_table(frame_of([RESULTS[0], other]))

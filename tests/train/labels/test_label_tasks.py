@@ -86,10 +86,9 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
 
     policy = trained_on(tmp_path / "quiz", tmp_path / "policy", batch_size=2, held_out=3).path
     assert OSPrunerConfig.from_pretrained(policy).task == settings.task
-    evaluation = compare(
-        tmp_path / "quiz", [str(policy), "agreement:2"], benchmark="quiz", device="cpu"
-    ).evaluation
-    assert np.isfinite(evaluation.rules[1].outcome.tokens).all()
+    methods = [str(policy), "agreement:2"]
+    report = compare(tmp_path / "quiz", methods, benchmark="quiz", device="cpu")
+    assert np.isfinite(report.rules[1].outcome.tokens).all()
 
     other = [{"id": row["id"], "problem": row["question"], "answer": "4"} for row in QUIZ]
     label(tiny_base_dir, other, tmp_path / "exact", "--task exact --limit 3")
@@ -97,7 +96,7 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
         compare(tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu")
     carried = compare(
         tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu", across_tasks=True
-    ).evaluation
+    )
     assert len(carried) == 3
     with pytest.raises(ValueError, match=r"other settings .*task: "):
         label(tiny_base_dir, other, tmp_path / "exact", "--task math --limit 3")
@@ -143,11 +142,11 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
         (tmp_path / name / PROVENANCE_FILE).unlink()
     saved = trained_on(tmp_path / "shares", tmp_path / "policy", batch_size=2, held_out=3)
     policy = str(saved.path)
-    expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu").evaluation
+    expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu")
     table = TraceTable.from_dataset(shares)
     assert expected.full.correct == pytest.approx(table.full_correct, abs=1e-6)
-    assert "probabilities of right answers" in expected.results().setting
-    assert "never_right" not in expected.results().about
+    assert "probabilities of right answers" in expected.results.setting
+    assert "never_right" not in expected.results.about
     # How labels are read is no part of what a policy was trained to stop.
     compare(tmp_path / "graded", [policy], benchmark="quiz", device="cpu")
     with pytest.raises(ValueError, match="hold probabilities of right answers, and a promise is"):
