@@ -113,7 +113,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         rewards_at=prices,
         prices=(),
     )
-    traces = len(found.evaluation.problem_index)
+    traces = len(found)
     about = {"seeds": len(seeds), "test_traces": traces}
     about |= {"left_out": found.results.about["left_out"]}
     return Results(
@@ -123,7 +123,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         about={
             **timing.environment(),
             **about,
-            "seed_spread": seed_spreads(found.evaluation.rules),
+            "seed_spread": seed_spreads(found.rules),
         },
     )
 
