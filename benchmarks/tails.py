@@ -139,7 +139,7 @@ class Study:
 
 def interval(ahead: FloatArray, problems: IntArray) -> tuple[float, float]:
     """95 % interval of the mean of (S, N) differences: problems and seeds are resampled."""
-    means = bootstrap_means(ahead.T, problems)  # (B, S)
+    means = bootstrap_means(ahead.T, problems)[1:]  # (B, S)
     low, high = np.quantile((means * seed_weights(len(ahead))[1:]).sum(axis=1), (0.025, 0.975))
     return float(low), float(high)
 
