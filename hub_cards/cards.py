@@ -77,7 +77,7 @@ def policy_card(
     if (folder / RESULTS_FILE).is_file():
         results = Results.read(folder / RESULTS_FILE)
     index = _eval_results(results) if results is not None else None
-    base, layers = config.base_model_name_or_path, config.num_policy_layers
+    base = config.base_model_name_or_path
     on_hub = is_hub_id(base)
     # As in labelling: the instruction is a paragraph of its own after the problem.
     instruction = (config.reasoning_format or {})["user_instruction"]
@@ -106,7 +106,7 @@ def policy_card(
         name=name,
         base_name=base if on_hub else Path(base).name,  # a folder's path is nobody's business
         base_on_hub=on_hub,
-        policy_parts=f"a tail of {layers} layers and a linear head" if layers else "a linear head",
+        policy_parts=_parts(config, folder),
         method=_METHODS.get(config.method, f"It is the baseline “{config.method}”."),
         example=EXAMPLE,
         content=f"problem + {json.dumps(appended, ensure_ascii=False)}" if appended else "problem",
@@ -122,6 +122,16 @@ def policy_card(
         license_known=bool(license),
         label_sets=list(labels),
     )
+
+
+def _parts(config: OSPrunerConfig, folder: Path) -> str:
+    """What a policy's repository holds, and how large its weights are stored."""
+    layers, rank = config.num_policy_layers, config.adapter_rank
+    tail = f"adapters of rank {rank} for a tail" if rank else "a tail"
+    parts = f"{tail} of {layers} layers and a linear head" if layers else "a linear head"
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = f"{stored / 1e6:,.1f} MB" if stored >= 10**6 else f"{stored / 1e3:,.0f} kB"
+    return f"{parts}, {size} in all"
 
 
 def labels_card(

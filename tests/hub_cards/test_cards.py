@@ -108,6 +108,12 @@ def test_results_stand_with_their_setting_and_intervals(policy_dir: Path) -> Non
         shown(policy_dir)
 
 
+@pytest.mark.parametrize(("stored", "told"), [(4_856_504, "4.9 MB"), (37_080, "37 kB")])
+def test_the_stored_size_is_told(policy_dir: Path, stored: int, told: str) -> None:
+    (policy_dir / "model.safetensors").write_bytes(bytes(stored))
+    assert f"a linear head, {told} in all" in shown(policy_dir)
+
+
 EVERY: dict[str, Any] = {"head": "price", "price_range": [5e-5, 1e-2], "price": 2e-4}
 
 
@@ -129,6 +135,7 @@ EVERY: dict[str, Any] = {"head": "price", "price_range": [5e-5, 1e-2], "price": 
         ),
         ({"method": "convergence"}, ["answer-convergence"], ["price of a token"]),
         ({"num_policy_layers": 0}, ["holds a linear head"], ["a tail of"]),
+        ({"adapter_rank": 16}, ["holds adapters of rank 16 for a tail of 2 layers and a"], []),
         ({"base_revision": None}, ["| base | `org/base-7b` |"], ["revision"]),
         (
             {"base_model_name_or_path": "/nowhere/secret/reasoner"},
