@@ -206,7 +206,13 @@ def replay_budget(table: TraceTable, budget_tokens: int) -> Outcome:
 
 
 def replay_step(table: TraceTable, step: int) -> Outcome:
-    """Stops at the given step (1 is the first), or at the natural end of shorter traces."""
+    """Stops at the given step (1 is the first), or at the natural end of shorter traces.
+
+    Raises:
+        ValueError: step < 1.
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}; the first step is 1")
     return replay_at(table, np.full(len(table), step - 1))
 
 

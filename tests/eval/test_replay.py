@@ -39,6 +39,11 @@ def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> 
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
+def test_there_is_no_step_before_the_first() -> None:
+    with pytest.raises(ValueError, match="step is 0; the first step is 1"):
+        replay_step(make_table(5, traces=4), 0)
+
+
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     """Of two rules that are as often right on validation, half of them choose the other."""
     table, nothing = make_table(5, traces=40), np.zeros(40)
