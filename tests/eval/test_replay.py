@@ -39,11 +39,6 @@ def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> 
     return [row for _, row in frame.iloc[1:].iterrows()]
 
 
-def test_there_is_no_step_before_the_first() -> None:
-    with pytest.raises(ValueError, match="step is 0; the first step is 1"):
-        replay_step(make_table(5, traces=4), 0)
-
-
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     """Of two rules that are as often right on validation, half of them choose the other."""
     table, nothing = make_table(5, traces=40), np.zeros(40)
@@ -113,7 +108,7 @@ def test_errors() -> None:
         (r"threshold is -0\.1", replay, (pi, -0.1)),
         (r"threshold is 1\.5", replay, (pi, 1.5)),
         ("budget_tokens is -1", replay_budget, (-1,)),
-        ("step_index", replay_step, (0,)),
+        ("step is 0; the first step is 1", replay_step, (0,)),
         ("step_index", replay_at, ([1],)),
         ("price is -1", hindsight_oracle, (-1,)),
     ]
