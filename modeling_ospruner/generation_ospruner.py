@@ -154,7 +154,7 @@ def _refuse(wrong: Mapping[str, object]) -> None:
             raise ValueError(message)
 
 
-class Asked:
+class Asked(Reader):
     """A context in which a running generate can ask the policy about rows.
 
     A policy that is queries only is asked about all of them at once, with what the last forward
@@ -163,36 +163,31 @@ class Asked:
     """
 
     def __init__(self, base: PreTrainedModel, policy: StoppingPolicy, price: float | None) -> None:
-        self._policy, self._price, self._reader = policy, price, Reader(base, policy)
-        self._dropped = 0  # columns before the reader's first chunk
+        super().__init__(base, policy)
+        self._price, self._dropped = price, 0  # columns before the first chunk
         self._rows: dict[int, tuple[Cache | None, int]] = {}  # cache, columns that it has seen
 
-    def __enter__(self) -> Asked:
-        self._reader.__enter__()
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._reader.__exit__()
+        super().__exit__()
         self._rows.clear()
 
     def keep(self, thinking: list[int], scores: Tensor) -> None:
         """After a forward: drops what no row that thinks may need later."""
-        reader = self._reader
         self._rows = {row: self._rows.get(row, (None, 0)) for row in thinking}
-        needed = min((seen for _, seen in self._rows.values()), default=reader.columns)
-        while reader.chunks and self._dropped + reader.chunks[0].shape[1] <= needed:
-            self._dropped += reader.chunks.pop(0).shape[1]
+        needed = min((seen for _, seen in self._rows.values()), default=self.columns)
+        while self.chunks and self._dropped + self.chunks[0].shape[1] <= needed:
+            self._dropped += self.chunks.pop(0).shape[1]
 
     @torch.no_grad()
     def ask(self, rows: list[int], records: list[StopRecord], ids: Tensor) -> list[Said]:
         """What the policy says of rows."""
-        policy, column = self._policy, self._reader.columns - 1
-        padding = (column - self._reader.positions[:, 0]).tolist()
+        policy, column = self._policy, self.columns - 1
+        padding = (column - self.positions[:, 0]).tolist()
         padding = [padding[row % len(padding)] for row in rows]
         if policy.queries:
             outputs = self._of_queries(rows, column, padding)
         elif policy.tail is None:
-            outputs = policy.outputs(self._reader.hidden[rows, -1:])[:, 0]
+            outputs = policy.outputs(self.hidden[rows, -1:])[:, 0]
         else:
             outputs = torch.cat([self._of_layers(*one) for one in zip(rows, padding, strict=True)])
         probabilities = torch.sigmoid(policy.logits(outputs, self._price)).tolist()
@@ -202,26 +197,24 @@ class Asked:
         return [Said(*one) for one in zip(probabilities, prices, strict=True)]
 
     def _of_queries(self, rows: list[int], column: int, padding: list[int]) -> Tensor:
-        reader = self._reader
         # Of a single row, and of all, nothing is copied.
-        whole = len(rows) == len(reader.hidden)
+        whole = len(rows) == len(self.hidden)
         chosen = slice(None) if whole else slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows
-        keys = [LayerKeys(one.keys[chosen], one.values[chosen], one.first) for one in reader.keys]
-        device = reader.hidden.device
-        columns = torch.full((len(rows), 1), column, device=device)
-        pads = torch.tensor(padding, device=device)[:, None]
-        tokens = torch.arange(column + 1, device=device) >= pads if any(padding) else None
-        hidden = reader.hidden[chosen, -1:]
+        keys = [LayerKeys(one.keys[chosen], one.values[chosen], one.first) for one in self.keys]
+        hidden = self.hidden[chosen, -1:]
+        columns = torch.full((len(rows), 1), column, device=hidden.device)
+        pads = torch.tensor(padding, device=hidden.device)[:, None]
+        tokens = torch.arange(column + 1, device=hidden.device) >= pads if any(padding) else None
         return self._policy.outputs(hidden, columns - pads, tokens, None, keys, columns)[:, 0]
 
     def _of_layers(self, row: int, padding: int) -> Tensor:
         cache, seen = self._rows[row]
         if cache is None:
             cache, seen = self._policy.new_cache(), padding
-        new = torch.cat([chunk[row] for chunk in self._reader.chunks])[None, seen - self._dropped :]
-        positions = torch.arange(seen - padding, self._reader.columns - padding)[None]
+        new = torch.cat([chunk[row] for chunk in self.chunks])[None, seen - self._dropped :]
+        positions = torch.arange(seen - padding, self.columns - padding)[None]
         outputs = self._policy.outputs(new, positions, None, cache)
-        self._rows[row] = (cache, self._reader.columns)
+        self._rows[row] = (cache, self.columns)
         return outputs[:, -1]
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -148,10 +148,9 @@ def load_policy(
         pinned = config.base_revision if where == config.base_model_name_or_path else None
         check_fingerprint(config, where, fingerprint_of(base, pinned, hub.get("cache_dir")))
     config._attn_implementation = base.config._attn_implementation
-    policy = empty_policy(config, base)
+    policy, theirs = empty_policy(config, base), base.get_decoder().state_dict()
     policy.load(base, read_tensors(path, config, policy, hub))
     config.adapter_rank = 0  # they are merged
-    theirs = base.get_decoder().state_dict()
     for name, own in [] if policy.tail is None else policy.tail.state_dict().items():
         if not name.startswith("layers.") and not theirs[name].is_meta:
             check_norm(own, theirs[name].to(own.device), name, config, where)
@@ -160,8 +159,7 @@ def load_policy(
 
 def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolicy:
     """The policy that a configuration describes, without weights."""
-    queries = config.tuning == "queries"
-    return StoppingPolicy(base, config.num_policy_layers, config.prices, queries)
+    return StoppingPolicy(base, config.num_policy_layers, config.prices, config.tuning == "queries")
 
 
 def read_tensors(
@@ -214,19 +212,39 @@ def check_norm(
         )
 
 
+# What reading takes a second each: the tokenizers by what their files hold, and their formats.
+_TOKENIZERS: WeakValueDictionary[object, PreTrainedTokenizerBase] = WeakValueDictionary()
+_FORMATS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, TokenFormat]] = WeakKeyDictionary()
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
 def load_tokenizer(path: str, config: OSPrunerConfig, hub: Mapping[str, Any]) -> Any:
-    """The tokenizer of a policy's repository."""
-    try:
-        # Without the configuration, it would ask on the terminal whether to run this very code.
-        return AutoTokenizer.from_pretrained(path, config=config, **hub)
-    except ValueError as error:
-        said = f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
-        raise ValueError(said) from error
+    """The tokenizer of a policy's repository; policies that hold the same files share one."""
+    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    files = [cached_file(path, name, **hub, **absent) for name in _TOKENIZER_FILES]
+    read = b"\0".join(Path(file).read_bytes() for file in files if file is not None)
+    # Without a tokenizer.json, files of other names hold the vocabulary.
+    key: object = object() if files[0] is None else hashlib.sha256(read).digest()
+    tokenizer = _TOKENIZERS.get(key)
+    if tokenizer is None:
+        try:
+            # Without the configuration, it would ask on the terminal whether to run this very code.
+            tokenizer = AutoTokenizer.from_pretrained(path, config=config, **hub)
+        except ValueError as error:
+            said = f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
+            raise ValueError(said) from error
+        _TOKENIZERS[key] = tokenizer
+    return tokenizer
 
 
 def compiled_format(config: OSPrunerConfig, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
     """The base's way of thinking, for a policy's tokenizer."""
-    return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)
+    literals = ReasoningFormat.from_dict(config.reasoning_format or {})
+    known = _FORMATS.setdefault(tokenizer, {})
+    key = literals, len(tokenizer), str(tokenizer.chat_template)
+    if key not in known:
+        known[key] = TokenFormat.compile(literals, tokenizer)
+    return known[key]
 
 
 class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -418,12 +436,11 @@ def generate_on(
         if name not in known or known[name][0] != state:
             config = OSPrunerConfig.from_pretrained(repository, **hub)
             policy = load_policy(repository, config, base, hub)
-            tokenizer = load_tokenizer(repository, config, hub)
-            token_format = compiled_format(config, tokenizer)
-            known[name] = state, config, policy, token_format, tokenizer
-        _, config, policy, token_format, tokenizer = known[name]
+            known[name] = state, config, policy, load_tokenizer(repository, config, hub)
+        _, config, policy, tokenizer = known[name]
     arguments.setdefault("tokenizer", tokenizer)
     settings = StopPolicyConfig.of(stop_policy).with_defaults(config)
     base.last_stop = arguments["records"] = []
+    token_format = compiled_format(config, tokenizer)
     args = (base, policy, token_format, settings, config.step_stride, inputs)
     return generate_pruned(*args, **arguments)[0]

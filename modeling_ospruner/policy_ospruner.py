@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ class Reader:
         self._base, self._policy, self._seen = base, policy, dict[int, Tensor]()
         self._thread, self._handles = threading.get_ident(), list[Any]()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         decoder, layers, policy = self._base.get_decoder(), decoder_layers(self._base), self._policy
         keyed = set(policy.copied if policy.queries else ())
         self._hook(decoder.register_forward_pre_hook, self._begin)
@@ -288,11 +289,9 @@ class StoppingPolicy(nn.Module):
         self._added_to = [self.copied.index(i) for i, *_ in gaps]
         outputs = 1 if prices is None else 1 + PRICE_RAMPS
         with torch.device("meta"):
-            self.tail = _empty_tail(base.get_decoder(), self.copied) if num_layers else None
+            self.tail = _new_tail(base, self.copied, self.queries)
             hidden_size = base.get_decoder().config.hidden_size
             self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
-        if self.tail is not None and self.queries:
-            _drop_keys(self.tail)
         # What each layer is given in one call, by thread, so that concurrent calls don't mix.
         self._given: dict[int, list[dict[str, Any]]] = {}
         for i, layer in enumerate(self.layers):
@@ -497,8 +496,9 @@ def _merged(weight: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     up, down = (tensors.get(_adapter(name.removesuffix(".weight"), part)) for part in "BA")
     if up is None or down is None:
         return weight
-    change = ADAPTER_SCALE * up.float() @ down.float()
-    return (weight.float() + change.to(weight.device)).to(weight.dtype)
+    up, down = up.to(weight.device).float(), down.to(weight.device).float()
+    whole = weight.to(torch.float32, copy=True)
+    return whole.addmm_(up, down, alpha=ADAPTER_SCALE).to(weight.dtype)
 
 
 def _last_with_keys(base: PreTrainedModel, num_layers: int) -> tuple[list[int], list[int | None]]:
@@ -593,6 +593,21 @@ class _CountingCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.tokens + query_length, 0
+
+
+# To build one takes half a second; a base's next policy begins with a copy.
+_TAILS: WeakKeyDictionary[PreTrainedModel, dict[Any, PreTrainedModel]] = WeakKeyDictionary()
+
+
+def _new_tail(base: PreTrainedModel, numbers: list[int], queries: bool) -> PreTrainedModel | None:
+    """A tail without weights; None of no layers."""
+    config, known = base.get_decoder().config, _TAILS.setdefault(base, {})
+    kind = tuple(numbers), queries, config._attn_implementation, config.to_json_string()
+    if numbers and kind not in known:
+        known[kind] = _empty_tail(base.get_decoder(), numbers)
+        if queries:
+            _drop_keys(known[kind])
+    return copy.deepcopy(known.get(kind))
 
 
 def _empty_tail(decoder: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """Loading: one base for several policies, only safe files, and a clear word where it fails."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM, TokenFormat, policy_ospruner
 from modeling_ospruner.configuration_ospruner import VERSION
 from ospruner.demo.shipped import Reasoner
 from ospruner.provenance import check_policy_place
@@ -58,6 +60,42 @@ def policy(base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_
 
 def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
     return stop_probabilities(model, TEXT, prompt_length=4)
+
+
+def test_a_bases_next_policy_finds_what_is_its_own(
+    base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No tokenizer is read, no vocabulary and no layer looked through; adapters touch no base."""
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    places = [tmp_path / "first", tmp_path / "second"]
+    for seed, place in enumerate(places):
+        save_policy(base, tiny_tokenizer, place, seed, tuning="queries", adapter_rank=2)
+    first = OSPrunerForCausalLM.from_base(base, places[0])
+    with monkeypatch.context() as patched:
+        for slow in (AutoTokenizer, "from_pretrained"), (TokenFormat, "compile"):
+            patched.delattr(*slow)
+        patched.delattr(policy_ospruner, "_empty_tail")
+        second = OSPrunerForCausalLM.from_base(base, places[1])
+        assert not torch.equal(scores(first), scores(second))
+    assert second.tokenizer is first.tokenizer
+    assert second.token_format is first.token_format
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    elsewhere = OSPrunerForCausalLM.from_base(copy.deepcopy(base), places[1])
+    assert torch.equal(scores(elsewhere), scores(second))
+
+
+def test_a_tokenizer_with_another_template_is_another(
+    base: Qwen2ForCausalLM, policy: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(policy, tmp_path / "other"))
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    first, second = (OSPrunerForCausalLM.from_base(base, one) for one in (policy, other))
+    assert second.tokenizer is not first.tokenizer
+    assert second.tokenizer.chat_template == "{{ messages[0].content }}!"
 
 
 def test_a_configuration_without_its_base_says_so(base: Qwen2ForCausalLM, policy: Path) -> None:

@@ -14,7 +14,7 @@ from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import reading, stop_logits, stop_probabilities
 from ospruner.train.untrained import untrained
 
-MOST_LINES = 2_975
+MOST_LINES = 3_000
 Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]

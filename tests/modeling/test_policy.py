@@ -70,12 +70,12 @@ def test_what_nobody_waits_for_is_forgotten(tiny_base: Qwen2ForCausalLM) -> None
             begin = 0 if end == PROMPT else end - 1
             tiny_base(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
             asked.keep([0, 1] if end < 20 else [1], torch.empty(0))
-            held = sum(chunk.shape[1] for chunk in asked._reader.chunks)
+            held = sum(chunk.shape[1] for chunk in asked.chunks)
             assert held == end if end < 11 else held <= end - 10
             if end in (10, 20):
                 asked.ask([0, 1] if end == 10 else [1], [], ids)
         asked.keep([], torch.empty(0))
-        assert asked._reader.chunks == []
+        assert asked.chunks == []
     assert sum(len(module._forward_pre_hooks) for module in modules) == before
 
 
