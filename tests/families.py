@@ -114,7 +114,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "mimo_v2_flash": {**ROUTED_EXPERTS, **WINDOW, "v_head_dim": 8},
-    "minicpm3": LATENT,
+    "minicpm3": {**LATENT, "dim_model_base": 64},  # else its logits are those of a far wider base
     "qwen2_moe": SHARED_EXPERTS,
     "kimi_linear": {**ROUTED_EXPERTS, **LATENT, **HYBRID, "num_experts": 4},
     "laguna": {**EXPERTS, "shared_expert_intermediate_size": 24},
