@@ -58,7 +58,7 @@ gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip inst
 
 test-vllm-latest: ## the policy inside the newest vLLM; run it on a schedule
 	$(PYTHON) -m venv --clear $(LATEST)
-	$(LATEST)/bin/pip install --quiet setuptools
+	$(LATEST)/bin/pip install --quiet --upgrade "setuptools>=77"
 	$(LATEST)/bin/pip install --quiet --no-build-isolation -e ".[test]" $(VLLM)
 	$(LATEST)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(LATEST)/bin/pip list | grep -iE "^(vllm|torch|transformers) "
