@@ -171,17 +171,6 @@ def test_stops_where_generate_would(served: LLM, model: Policy, mixed: Prompts) 
     assert min(reasons[reason] for reason in ("policy", "budget", "natural")) > 0
 
 
-def test_a_natural_end_gets_the_box_too(served: LLM, model: Policy, mixed: Prompts) -> None:
-    fmt = model.token_format
-    forced = fmt.forced_suffix()
-    for [ids] in run(served, mixed[:8], greedy(NEVER, max_tokens=800)):
-        at = ids.index(fmt.think_end_id)
-        assert ids[at : at + len(forced)] == forced
-        assert ids[-1] in fmt.eos_ids
-        assert ids.count(fmt.think_end_id) == 1
-        assert "}" in model.tokenizer.decode(ids[-2])
-
-
 def test_several_texts_of_one_prompt_stop_on_their_own(
     served: LLM, model: Policy, mixed: Prompts
 ) -> None:

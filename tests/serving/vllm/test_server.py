@@ -255,21 +255,6 @@ def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
     assert served.replies(client) == served.recorded()
 
 
-def test_metrics_count_stops_and_thinking_tokens(client: OpenAI) -> None:
-    body = {"vllm_xargs": {"max_thinking_tokens": 1, "stop_threshold": 1.0}}
-
-    def counted() -> float:
-        found = re.findall(
-            r"^ospruner_thinking_ended_total{.* (\S+)$", text(client, "/metrics"), re.M
-        )
-        return sum(map(float, found))
-
-    before = counted()
-    client.completions.create(model="toy", prompt=[1, 5, 6], max_tokens=300, extra_body=body)
-    assert counted() == before + 1
-    assert "ospruner_thinking_tokens_total{" in text(client, "/metrics")
-
-
 def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
     url = str(client.base_url).removesuffix("/v1/")
     example = repo_dir / "docs" / "examples" / "serving_client.py"
