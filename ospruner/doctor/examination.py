@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -137,15 +136,12 @@ def run_doctor(
 
 
 def environment() -> Iterator[Finding]:
-    """Versions of what is installed, whether they are those we need, and the devices."""
+    """Versions of what is installed, and the devices; `pip check` says which do not go together."""
     yield Finding("python", platform.python_version())
     yield Finding("ospruner", VERSION)
     for name in (*_NEEDED, *_OPTIONAL):
         yield Finding(name, _version(name) or f"not installed{' (optional)' * (name in _OPTIONAL)}")
-    try:
-        asked = importlib.metadata.requires("ospruner") or []
-        yield from unmet(Requirement(one) for one in asked)
-    except importlib.metadata.PackageNotFoundError:
+    if _version("ospruner") is None:
         value = "the package runs from a source tree that is not installed"
         advice = "pip install -e . makes the command and the engines' entry points known"
         yield Finding("installation", value, "note", advice)
@@ -155,17 +151,6 @@ def environment() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         cpu = f"cpu, {torch.get_num_threads()} threads"
         yield Finding("device", "mps" if torch.backends.mps.is_available() else cpu)
-
-
-def unmet(requirements: Iterable[Requirement]) -> Iterator[Finding]:
-    """A finding for each requirement that is not met."""
-    for one in requirements:
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(one.name)
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            value = f"{version or 'not installed'}, but ospruner {VERSION} needs {one.specifier}"
-            yield Finding(one.name, value, "wrong", f"pip install '{one}'")
 
 
 def _version(distribution: str) -> str | None:
