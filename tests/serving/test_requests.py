@@ -60,11 +60,8 @@ def test_a_request_goes_before_the_defaults(
     ("request_", "message"),
     [
         ({"stop_policy": 2}, "vllm_xargs: stop_policy is 2; it must be true or false"),
-        ({"stop_mode": "greedy"}, "stop_mode is 'greedy'; it must be 'sample' or 'threshold'"),
         ({"stop_threshold": 10**400}, r"stop_threshold is 10+; it must lie in \[0, 1\]"),
         ({"stop_mode": "sample", "stop_threshold": 0.3}, "stop_threshold is 0.3, but mode 'samp"),
-        ({"stop_answer": "short"}, "stop_answer is 'short'; it must be 'forced' or 'free' or 't"),
-        ({"stop_answer_sample": "no"}, "stop_answer_sample is 'no'; it must be true or false"),
         ({"stop_sample_index": 2}, "stop_sample_index is 2 without a stop_seed, and does nothing"),
         ({"min_thinking_tokens": 5, "max_thinking_tokens": 4}, "max_thinking_tokens is 4, below"),
         ({"stop_id": "a\nb"}, r"stop_id is 'a\\nb'; it must be a text of 1 to 256 printable"),
