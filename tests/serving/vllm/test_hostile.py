@@ -94,8 +94,8 @@ def wrong_values() -> Iterator[Case]:
         yield huge, (f"{key} is ", "it must ", "characters)")
         yield request({}, **{key: 1}), (f"['{key}']", "within 'vllm_xargs'")
         extra = {key: next((v for v in ("x", "free", "sample", 1, 0) if is_allowed(key, v)), "x")}
-        says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
-        yield request({"stop_seed": 1, **extra}, use_beam_search=True), says
+        beams = request({"stop_seed": 1, **extra}, use_beam_search=True)
+        yield beams, ("use_beam_search is True", f"'{key}'", "leave one of them out")
 
 
 def names(drawn: random.Random) -> Iterator[Case]:
