@@ -20,7 +20,7 @@ from ospruner.engines.interface import (
     SamplingSettings,
     row_state,
 )
-from ospruner.engines.transformers import batch, choosing, memory
+from ospruner.engines.transformers import choosing, memory
 from ospruner.engines.transformers.batch import SlotLayer
 from ospruner.engines.transformers.choosing import choose
 from ospruner.engines.transformers.engine import TransformersEngine
@@ -33,7 +33,6 @@ def from_scratch(
     prefix: Sequence[int],
     fmt: TokenFormat,
     limit: int,
-    eos: int,
     suffix: Sequence[int],
 ) -> ForkedAnswer:
     """Encodes prefix and answer anew for every token, without any cache."""
@@ -48,7 +47,7 @@ def from_scratch(
         top = probabilities.sort(descending=True).values[:20]
         entropies.append(sum(-float(p / top.sum()) * math.log(float(p / top.sum())) for p in top))
         entropy, whole = entropies[0], math.fsum(entropies)
-        if token == eos:
+        if token in fmt.eos_ids:
             return ForkedAnswer(ids, "eos", logprobs, entropy, whole)
         ids.append(token)
         logprobs.append(math.log(float(probabilities[token])))
@@ -83,8 +82,7 @@ def test_forks_equal_encoding_each_prefix_from_scratch(
             assert len(row) == len(request.cuts)
             for cut, answer in zip(request.cuts, row, strict=True):
                 prefix = [*request.prompt_ids, *request.trace_ids[:cut]]
-                eos = tiny_tokenizer.eos_token_id
-                assert_same(answer, from_scratch(base, prefix, fmt, 12, eos, suffix))
+                assert_same(answer, from_scratch(base, prefix, fmt, 12, suffix))
                 ends.add(answer.ended)
     assert ends == {"closed", "eos", "length"}
     without_a_rule = engine.fork(asked, suffix, 4)
@@ -190,33 +188,6 @@ def naive_sample(
             answer.append(token)
             if len(answer) == settings.max_answer_tokens:
                 return Sampled(trace, answer, "natural")
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rows_are_sampled_as_if_alone(
-    name: str,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows replaced, compacted, realigned: none depends on its neighbours or on its batch."""
-    base = make_base(name, tiny_tokenizer, fmt)
-    asked = prompts(19)
-    keys = [f"row {i}" for i in range(19)]
-    with torch.no_grad():
-        expected = [
-            naive_sample(base, prompt, key, SETTINGS, fmt)
-            for prompt, key in zip(asked, keys, strict=True)
-        ]
-    assert {sampled.ended for sampled in expected} == {"natural", "cap"}
-    assert any(sampled.answer_ids for sampled in expected)
-    for batch_size, mask_numbers in ((1, 2**24), (4, 64), (32, 2**24)):
-        monkeypatch.setattr(batch, "_MASK_NUMBERS", mask_numbers)  # of a pass
-        engine = TransformersEngine(base, tiny_tokenizer, batch_size=batch_size)
-        assert engine.sample(asked, SETTINGS, fmt, keys) == expected
-        assert engine.sample_counts.computed >= engine.sample_counts.unique > 0
-    numbered = engine.sample(asked[:3], SETTINGS, fmt, ["0", "1", "2"])
-    assert engine.sample(asked[:3], SETTINGS, fmt) == numbered != expected[:3]
 
 
 @pytest.mark.parametrize(
