@@ -206,8 +206,6 @@ def test_requests_that_are_aborted_leave_the_others_alone(
     ("extra", "sampling", "message"),
     [
         ({"stop_treshold": 0.5}, {}, "no ['stop_treshold']; the policy's keys are"),
-        ({"stop_id": "a"}, {}, "stop_id is 'a'; SGLang tells what happened with each answer"),
-        ({"stop_policy": True}, {"regex": "a+"}, "stop_policy and {'regex': 'a+'} exclude"),
         ({"stop_price": 0.5}, {}, "stop_price is 0.5"),
     ],
 )
