@@ -37,9 +37,8 @@ from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.provenance import file_hash, read_provenance
 from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
-from ospruner.serving.drift import answers_differ
+from ospruner.serving.drift import answers_differ, distribution
 from ospruner.serving.requests import EFFORTS
-from ospruner.serving.traffic import distribution
 from ospruner.train.predicting import Predicted
 
 __all__ = ["CAREFUL", "PRICE_THRESHOLD", "SHARES", "Value", "calibrate", "tried"]

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -48,6 +49,20 @@ def running_server(
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+_VLLM_ON_A_CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
+
+
+@contextmanager
+def running_vllm(command: Sequence[str], log: Path) -> Iterator[str]:
+    """Runs what serves with vLLM on a CPU, as `running_sglang`, by this Python."""
+    address = f"http://127.0.0.1:{free_port()}"
+    place = ("--host", "127.0.0.1", "--port", address.rpartition(":")[2])
+    whole = [sys.executable, *command, *_VLLM_ON_A_CPU, "--block-size", "32", *place]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with running_server(whole, address, environment, log):
+        yield address
 
 
 SGLANG_PYTHON = os.environ.get("OSPRUNER_SGLANG_PYTHON")

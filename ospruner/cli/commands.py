@@ -86,9 +86,7 @@ PLAN = Fields("ospruner.doctor.plan:Workload")
 @with_fields(PLAN)
 def doctor(
     context: typer.Context,
-    subject: Annotated[
-        str | None, arg("A base or a policy, as a folder or Hub id; optional.")
-    ] = None,
+    subject: Annotated[str | None, arg("A base, as a folder or Hub id; optional.")] = None,
     plan: Annotated[bool, opt("What labelling, training and serving will need.", "--plan")] = False,
     revision: Revision = None,
     format_name: Annotated[
@@ -96,7 +94,7 @@ def doctor(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Step 0: check a base before you begin, or a policy; status 1 if something is wrong."""
+    """Step 0: check a base before you begin; status 1 if something is wrong."""
     given = fields_of(context, PLAN)
     if plan:
         from ospruner.doctor.plan import Workload, run_plan

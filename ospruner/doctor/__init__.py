@@ -1,1 +1,1 @@
-"""`ospruner doctor`: what is installed, what is known of a base or a policy, what is wrong."""
+"""`ospruner doctor`: what is installed, what is known of a base, what is wrong."""

@@ -1,6 +1,6 @@
-"""`ospruner doctor`: what is installed, what was understood of a base or a policy, what is wrong.
+"""`ospruner doctor`: what is installed, what was understood of a base, what is wrong.
 
-Reads configurations, tokenizers and, of weights, only a policy's that lie on this machine.
+Reads configurations and tokenizers, no weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,30 +17,24 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.hub import cached_file
 
-from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig, position_switch
+from modeling_ospruner.configuration_ospruner import VERSION, position_switch
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from modeling_ospruner.modeling_ospruner import WEIGHTS, check_base, empty_policy, read_tensors
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.choosing import unsteady
 from ospruner.formats import check_blanks, guess, named
-from ospruner.hub_cards.staging import code_files
 from ospruner.provenance import check_place
 
 from .description import boundary_ids, describe, faults
@@ -64,8 +58,8 @@ class Finding:
 class Diagnosis:
     """Everything that was found."""
 
-    subject: str | None = None  # the base or policy looked at; None for the environment alone
-    kind: Literal["environment", "base", "policy", "unreachable"] = "environment"  # of subject
+    subject: str | None = None  # the base looked at; None for the environment alone
+    kind: Literal["environment", "base", "unreachable"] = "environment"  # of subject
     sections: dict[str, list[Finding]] = field(default_factory=dict)  # by title, in order
     description: str = ""  # of `description.describe`, where there is a tokenizer
 
@@ -101,7 +95,7 @@ def examine(
     revision: str | None = None,
     reasoning_format: ReasoningFormat | None = None,  # of a base; None guesses it
 ) -> Diagnosis:
-    """Looks at the environment and, where given, at a base or a policy, as its config.json says."""
+    """Looks at the environment and, where given, at a base."""
     report = Diagnosis(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report
@@ -110,15 +104,15 @@ def examine(
     literals = _literals(subject, revision, found)
     if literals is None:
         report.kind, report.sections[subject] = "unreachable", found
-    elif literals.get("model_type") == "ospruner":
-        report.kind, report.sections[f"Policy {subject}"] = "policy", found
-        _policy(subject, revision, found, report)
-    else:
-        report.kind, report.sections[f"Base {subject}"] = "base", found
-        config, _ = _skeleton(subject, revision, found)
-        if config is not None:
-            found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
-            _thinking(subject, revision, config, reasoning_format, report)
+        return report
+    report.kind, report.sections[f"Base {subject}"] = "base", found
+    if literals.get("model_type") == "ospruner":
+        value = f"a stopping policy, for the base {literals.get('base_model_name_or_path')!r}"
+        advice = "give that base; `ospruner verify` looks at a policy"
+        found.append(Finding("architecture", value, "wrong", advice))
+    elif (config := _skeleton(subject, revision, literals, found)) is not None:
+        found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
+        _thinking(subject, revision, config, reasoning_format, report)
     return report
 
 
@@ -142,15 +136,12 @@ def run_doctor(
 
 
 def environment() -> Iterator[Finding]:
-    """Versions of what is installed, whether they are those we need, and the devices."""
+    """Versions of what is installed, and the devices; `pip check` says which do not go together."""
     yield Finding("python", platform.python_version())
     yield Finding("ospruner", VERSION)
     for name in (*_NEEDED, *_OPTIONAL):
         yield Finding(name, _version(name) or f"not installed{' (optional)' * (name in _OPTIONAL)}")
-    try:
-        asked = importlib.metadata.requires("ospruner") or []
-        yield from unmet(Requirement(one) for one in asked)
-    except importlib.metadata.PackageNotFoundError:
+    if _version("ospruner") is None:
         value = "the package runs from a source tree that is not installed"
         advice = "pip install -e . makes the command and the engines' entry points known"
         yield Finding("installation", value, "note", advice)
@@ -160,17 +151,6 @@ def environment() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         cpu = f"cpu, {torch.get_num_threads()} threads"
         yield Finding("device", "mps" if torch.backends.mps.is_available() else cpu)
-
-
-def unmet(requirements: Iterable[Requirement]) -> Iterator[Finding]:
-    """A finding for each requirement that is not met."""
-    for one in requirements:
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(one.name)
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            value = f"{version or 'not installed'}, but ospruner {VERSION} needs {one.specifier}"
-            yield Finding(one.name, value, "wrong", f"pip install '{one}'")
 
 
 def _version(distribution: str) -> str | None:
@@ -207,15 +187,9 @@ def _literals(where: str, revision: str | None, found: list[Finding]) -> dict[st
 
 
 def _skeleton(
-    where: str, revision: str | None, found: list[Finding]
-) -> tuple[PreTrainedConfig | None, PreTrainedModel | None]:
-    """A base's configuration, and the base without weights; None for what cannot be had.
-
-    `found` takes what was found.
-    """
-    literals = _literals(where, revision, found)
-    if literals is None:
-        return None, None
+    where: str, revision: str | None, literals: dict[str, Any], found: list[Finding]
+) -> PreTrainedConfig | None:
+    """A base's configuration, if it can be had; `found` takes what the base without weights is."""
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
     except (ValueError, KeyError) as error:
@@ -223,7 +197,7 @@ def _skeleton(
         if "auto_map" in literals:
             advice = "it runs code of its own: read it, load it yourself, and use from_base"
         found.append(Finding("architecture", " ".join(str(error).split()), "wrong", advice))
-        return None, None
+        return None
     name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
     if vars(config).get("quantization_config") is not None:
         method = dict(literals["quantization_config"]).get("quant_method", "unknown method")
@@ -237,7 +211,7 @@ def _skeleton(
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         advice = "choose another base: no policy can be made for this one"
         found.append(Finding("architecture", f"{name}: {error}", "wrong", advice))
-        return config, None
+        return config
     found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
     try:
         StoppingPolicy(base, min(2, layers), queries=True)
@@ -250,7 +224,7 @@ def _skeleton(
     if (why := unsteady(base)) is not None:
         advice = "the same seed may give other labels, unless rows run alone (--set batch_size=1)"
         found.append(Finding("batches", why, "note", advice))
-    return config, base
+    return config
 
 
 def _weight_files(where: str, revision: str | None) -> Finding:
@@ -322,105 +296,3 @@ def _thinking(
         found.append(Finding("vocabulary", value, "wrong", advice))
     for fault in faults(fmt, tokenizer):
         found.append(Finding("fit", fault, "wrong", "see the description below"))
-
-
-def _policy(where: str, revision: str | None, found: list[Finding], report: Diagnosis) -> None:
-    """Whether a policy's repository is whole, and fits the base that it pins."""
-    try:
-        config = OSPrunerConfig.from_pretrained(where, revision=revision or "main")
-    except (ValueError, TypeError) as error:
-        found.append(Finding("configuration", str(error), "wrong", "mend or replace config.json"))
-        return
-    price, mode = f"{config.price:g} reward per thinking token", "a draw with the stop probability"
-    if config.prices is not None:
-        price = f"any from 0 to {config.prices.high:g}; where none is said, {price}"
-    if config.default_mode != "sample":
-        mode = f"the threshold {config.default_threshold:g}"
-    found += [
-        Finding("saved by", f"ospruner {config.ospruner_version or '(unknown version)'}"),
-        Finding("method", f"{config.method}, tuning {config.tuning}"),
-        Finding("price", price),
-        Finding("decides by", mode),
-        _pin(config.base_model_name_or_path, config.base_revision),
-        _code(where, revision),
-    ]
-    base_where = config.base_model_name_or_path
-    base_found = report.sections[f"Base {base_where}"] = []
-    base_config, base = _skeleton(base_where, config.base_revision, base_found)
-    if base_config is not None:
-        fits = Finding("fits the policy", "sizes and architecture are those it was made for")
-        try:
-            check_base(config, base_config, base_where)
-        except ValueError as error:
-            fits = Finding("fits the policy", str(error), "wrong", "pin the right base")
-        base_found.append(fits)
-    if base is not None and all(one.level != "wrong" for one in base_found):
-        found.append(_tensors(where, revision, config, base))
-    try:
-        chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
-    except (ValueError, TypeError) as error:
-        advice = "make the policy again from its labels"
-        found.append(Finding("reasoning format", str(error), "wrong", advice))
-        return
-    _thinking(where, revision, config, chosen, report)
-
-
-def _pin(where: str, revision: str | None) -> Finding:
-    if revision is not None:
-        return Finding("base pinned", f"{where} at {revision}")
-    if os.path.isdir(where):
-        advice = "a folder has no revision: publish with a base on the Hub for others to load it"
-        return Finding("base pinned", f"the folder {where}", "note", advice)
-    advice = "set base_revision in config.json to the commit of the base that it was trained on"
-    return Finding("base pinned", f"{where} at no revision", "wrong", advice)
-
-
-def _code(where: str, revision: str | None) -> Finding:
-    """Whether the repository's code is that of the installed package."""
-    ours = code_files()
-    theirs = {name: _file(where, name, revision) for name in ours}
-    faults = [f"{name} is missing" for name, path in theirs.items() if path is None]
-    faults += [
-        f"{name} is not that of the installed package"
-        for name, path in theirs.items()
-        if path is not None and path.read_bytes() != ours[name].read_bytes()
-    ]
-    if not faults:
-        return Finding("code", f"{len(ours)} files, those of the installed package")
-    advice = "save or publish the policy again with this version, or install the one it came from"
-    return Finding("code", "; ".join(faults), "wrong", advice)
-
-
-def _tensors(
-    where: str, revision: str | None, config: OSPrunerConfig, base: PreTrainedModel
-) -> Finding:
-    """Whether the file holds exactly the policy's tensors, and only finite numbers.
-
-    Of a file on the Hub that was never downloaded, only the header is fetched.
-    """
-    said = "finite"
-    try:
-        policy = empty_policy(config, base)
-        wanted = policy.stored_shapes(config.adapter_rank)
-        if os.path.isdir(where) or _file(where, WEIGHTS, revision, local_files_only=True):
-            arguments = {"revision": revision, "local_files_only": True}
-            read_tensors(where, config, policy, arguments)
-        else:
-            said = "values not looked at (the file is on the Hub)"
-            header = HfApi().parse_safetensors_file_metadata(where, WEIGHTS, revision=revision)
-            found = {name: tuple(one.shape) for name, one in header.tensors.items()}
-            if wrong := found.items() ^ {f"policy.{k}": v for k, v in wanted.items()}.items():
-                raise ValueError(f"{WEIGHTS} does not hold this policy's tensors: {sorted(wrong)}")
-    except (*ABSENT, ImportError, SafetensorError, ValueError) as error:
-        advice = f"mend what is said, or copy {WEIGHTS} again: a policy is read from that file only"
-        return Finding("tensors", " ".join(str(error).split()), "wrong", advice)
-    value = f"{len(wanted)}, n={config.num_policy_layers}: none missing, {said}"
-    return Finding("tensors", value)
-
-
-def _file(where: str, name: str, revision: str | None, **options: Any) -> Path | None:
-    try:
-        path = cached_file(where, name, revision=revision, **options)
-    except OSError:
-        return None
-    return None if path is None else Path(path)

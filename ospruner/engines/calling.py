@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -50,15 +50,15 @@ class Ask:
     options: tuple[int, ...] = ()  # whose log-probabilities at the first token are asked for
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reply:
     """What a server answered; scores where they were asked for."""
 
     ids: list[int]  # the continuation, with the token that ended it
     cached_tokens: int  # of the prompt's tokens, how many were not computed again
-    logprobs: Sequence[float] = ()  # natural ones of `ids` at temperature 1
+    logprobs: list[float] = field(default_factory=list)  # natural ones of `ids` at temperature 1
     # Of the ENTROPY_TOKENS most likely tokens at each of `ids`, or at a few more.
-    top_logprobs: Sequence[Sequence[float]] = ()
+    top_logprobs: list[list[float]] = field(default_factory=list)
     # Natural ones of `Ask.options`; None where the server gives only those of the likeliest tokens,
     # and it is none of them.
     option_logprobs: Sequence[float | None] = ()

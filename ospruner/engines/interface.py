@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import BoxState, MarkerState, TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.rules.signals import ENTROPY_TOKENS as ENTROPY_TOKENS
 
@@ -120,19 +120,12 @@ class TokenCount:
     unique: int = 0  # that cannot be shared in a call, see `UniqueTokens`
 
 
-class AnswerStop(Protocol):
-    """Says when one answer is complete; `TokenFormat.box_state` makes such."""
+AnswerStop = BoxState | MarkerState
+"""Says when one answer is complete; `TokenFormat.box_state` makes such.
 
-    @property
-    def final_text(self) -> str:
-        """A text that stands there once an answer is complete, not before.
-
-        Servers behind HTTP know texts only: they stop there, and are asked on where it was not
-        the end.
-        """
-
-    def push(self, token_id: int) -> bool:
-        """Takes the answer's next token; whether the answer is complete."""
+Its `final_text` stands there then, not before. Servers behind HTTP know texts only: they stop
+there, and are asked on where it was not the end.
+"""
 
 
 class TraceDesk(Protocol):

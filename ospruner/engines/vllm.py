@@ -117,13 +117,9 @@ class _Live:
     """A request that vLLM is working on."""
 
     ask: Ask
-    reply: asyncio.Future[Reply]
+    answered: asyncio.Future[Reply]
     rule: AnswerStop | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[float]] = field(default_factory=list)
-    option_logprobs: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
+    reply: Reply = field(default_factory=lambda: Reply([], 0))  # so far
 
 
 class _Stepper:
@@ -169,7 +165,7 @@ class _Stepper:
         self._live[name] = live
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())
-        return await live.reply
+        return await live.answered
 
     def close(self) -> None:
         """Drops what is unfinished, so that vLLM can be used again."""
@@ -185,22 +181,22 @@ class _Stepper:
                 await asyncio.sleep(0)  # those who waited hand in their next requests
         except Exception as error:  # noqa: BLE001 - raised in all who wait
             for live in self._live.values():
-                if not live.reply.done():
-                    live.reply.set_exception(error)
+                if not live.answered.done():
+                    live.answered.set_exception(error)
 
     def _take(self, output: RequestOutput) -> None:
         live = self._live.get(output.request_id)
         if live is None:
             return
-        part = output.outputs[0]
-        live.cached_tokens = max(live.cached_tokens, output.num_cached_tokens or 0)
+        part, reply = output.outputs[0], live.reply
+        reply.cached_tokens = max(reply.cached_tokens, output.num_cached_tokens or 0)
         for place, token in enumerate(part.token_ids):
-            live.ids.append(token)
+            reply.ids.append(token)
             if part.logprobs is not None:
                 scores = part.logprobs[place]
-                live.logprobs.append(scores[token].logprob)
-                live.top_logprobs.append([s.logprob for s in scores.values()])
-                live.option_logprobs = [scores[one].logprob for one in live.ask.options]
+                reply.logprobs.append(scores[token].logprob)
+                reply.top_logprobs.append([s.logprob for s in scores.values()])
+                reply.option_logprobs = [scores[one].logprob for one in live.ask.options]
             if live.rule is not None and live.rule.push(token):
                 if not output.finished:
                     self._llm.abort_request([output.request_id])
@@ -211,6 +207,5 @@ class _Stepper:
 
     def _answer(self, name: str, live: _Live) -> None:
         del self._live[name]
-        if not live.reply.done():
-            scores = live.logprobs, live.top_logprobs, live.option_logprobs
-            live.reply.set_result(Reply(live.ids, live.cached_tokens, *scores))
+        if not live.answered.done():
+            live.answered.set_result(live.reply)

@@ -17,10 +17,10 @@ from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import BREAK, NEWLINE, ReasoningFormat, TokenFormat
+from modeling_ospruner.formats_ospruner import BREAK, NEWLINE, TokenFormat
+from modeling_ospruner.modeling_ospruner import compiled_format, load_tokenizer
 from modeling_ospruner.policy_ospruner import price_logits, price_places
 from modeling_ospruner.stopping_ospruner import (
     Phase,
@@ -33,7 +33,6 @@ from modeling_ospruner.stopping_ospruner import (
     shape_scores,
     uniform,
 )
-from ospruner.formats import guess
 
 from .drift import Unpruned
 from .requests import StopRequest
@@ -222,10 +221,8 @@ class RowCore:
         **told: Callable[[Any], None],
     ) -> RowCore:
         """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
-        found = AutoTokenizer.from_pretrained(tokenizer, revision=revision, config=config)
-        literals = config.reasoning_format
-        form = guess(found) if literals is None else ReasoningFormat.from_dict(literals)
-        token_format = TokenFormat.compile(form, found)
+        found = load_tokenizer(tokenizer, config, {"revision": revision})
+        token_format = compiled_format(config, found)
         if sentence := defaults.fields.get("wind_down"):
             token_format = token_format.winding_down(sentence, found)
         return cls(config, token_format, defaults, seed, **told)

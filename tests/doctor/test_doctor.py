@@ -1,4 +1,4 @@
-"""`ospruner doctor` on sound and broken bases and policies."""
+"""`ospruner doctor` on sound and broken bases."""
 
 import io
 import json
@@ -9,36 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 from rich.console import Console
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ospruner.cli import app
 from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner
-from ospruner.doctor.examination import Diagnosis, examine, unmet
+from ospruner.doctor.examination import Diagnosis, examine
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.problems.task import Math
 from ospruner.formats import HARMONY
 from ospruner.train.labels.label import LabelConfig, read_format
-from ospruner.train.untrained import untrained
 
-from ..broken_tensors import Change, break_tensors, drop, edit, pickle_only, put
-
-
-@pytest.fixture(scope="module")
-def sound_policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy on the embedded reasoner, as save_pretrained leaves it."""
-    folder = tmp_path_factory.mktemp("policy")
-    untrained(reasoner.model, reasoner.tokenizer, tuning="layers").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def policy(sound_policy: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be broken."""
-    return Path(shutil.copytree(sound_policy, tmp_path / "policy"))
+from ..broken_tensors import Change, drop, edit, pickle_only, put
 
 
 @pytest.fixture
@@ -52,17 +34,6 @@ def value_of(report: Diagnosis, name: str) -> str:
     return value
 
 
-def test_requirements_that_are_not_met() -> None:
-    texts = ("torch>=2", "torch>=99", "no-such-thing>=1.5", "also-not; extra == 'dev'")
-    found = list(unmet(Requirement(text) for text in texts))
-    assert [(one.name, one.level, one.advice) for one in found] == [
-        ("torch", "wrong", "pip install 'torch>=99'"),
-        ("no-such-thing", "wrong", "pip install 'no-such-thing>=1.5'"),
-    ]
-    assert "needs >=99" in found[0].value
-    assert found[1].value.startswith("not installed")
-
-
 def test_the_embedded_reasoner() -> None:
     report = examine(str(REASONER))
     assert report.wrong == []
@@ -72,73 +43,6 @@ def test_the_embedded_reasoner() -> None:
     assert value_of(report, "boundaries") == "4 tokens contain a blank line"
     assert "its tail can be built" in value_of(report, "architecture")
     assert "Example trace" in report.description
-
-
-def test_a_sound_policy(sound_policy: Path) -> None:
-    report = examine(str(sound_policy))
-    assert report.wrong == []
-    assert report.kind == "policy"
-    assert value_of(report, "method") == "os-pruner, tuning layers"
-    assert value_of(report, "price") == "0 reward per thinking token"
-    assert value_of(report, "decides by") == "a draw with the stop probability"
-    assert value_of(report, "format") == "deepseek-r1 (as given)"
-    assert value_of(report, "base pinned") == f"the folder {REASONER}"
-    assert "none missing" in value_of(report, "tensors")
-    assert "those of the installed package" in value_of(report, "code")
-
-
-@pytest.mark.parametrize("how", ["missing", "NaN"])
-def test_broken_tensors(policy: Path, how: str) -> None:
-    said = break_tensors(policy, how)
-    (found,) = examine(str(policy)).wrong
-    assert (found.name, bool(found.advice)) == ("tensors", True)
-    assert re.search(said, found.value)
-
-
-def test_a_sound_policy_of_adapters(reasoner: Reasoner, tmp_path: Path) -> None:
-    model = untrained(reasoner.model, reasoner.tokenizer, tuning="layers", adapter_rank=4)
-    model.save_pretrained(tmp_path)
-    report = examine(str(tmp_path))
-    assert report.wrong == []
-    count = len(load_file(tmp_path / "model.safetensors"))
-    assert value_of(report, "tensors") == f"{count}, n=2: none missing, finite"
-    edit(adapter_rank=5)(tmp_path)
-    (found,) = examine(str(tmp_path)).wrong
-    assert "lora_A.default.weight torch.float32 (4, 128) instead of (5, 128)" in found.value
-
-
-def other_code(folder: Path) -> None:
-    (folder / "policy_ospruner.py").write_text("# changed\n", encoding="utf-8")
-    (folder / "formats_ospruner.py").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "names", "said"),
-    [
-        (put("model.safetensors", b"\x00" * 100), ["tensors"], "header"),
-        (drop("model.safetensors"), ["tensors"], "has no model.safe"),
-        (edit("text_config", hidden_size=48), ["fits the policy"], "where the policy needs 48"),
-        (
-            edit(base_model_name_or_path="nobody/base"),
-            ["base pinned", "repository"],
-            "nobody/base at no revision",
-        ),
-        (edit(colour="red"), ["configuration"], "has no colour. Its fields are"),
-        (edit("reasoning_format", closing=None), ["reasoning format"], "'closing'"),
-        (
-            other_code,
-            ["code"],
-            "formats_ospruner.py is missing; policy_ospruner.py is not that of the installed",
-        ),
-        (drop("tokenizer.json"), ["format"], "no thinking end marker '</think>'"),
-    ],
-)
-def test_a_broken_policy(policy: Path, damage: Change, names: list[str], said: str) -> None:
-    damage(policy)
-    found = examine(str(policy)).wrong
-    assert [one.name for one in found] == names
-    assert said in found[0].value
-    assert all(one.advice for one in found)
 
 
 def no_thinking(folder: Path) -> None:
@@ -163,6 +67,7 @@ def no_end(folder: Path) -> None:
         (edit(vocab_size=100), "vocabulary", "the model 100"),
         (edit(model_type="nonesuch"), "architecture", "nonesuch"),
         (put("config.json", b'{"model_type": "t5"}'), "architecture", "T5"),
+        (edit(model_type="ospruner"), "architecture", "a stopping policy, for the base None"),
         (put("config.json", b"{"), "repository", "config"),
         (drop("config.json"), "repository", "no config.json"),
     ],
@@ -228,19 +133,19 @@ def test_an_unreachable_repository_is_one_line() -> None:
     assert printed.getvalue().count("cannot reach") == 1
 
 
-def test_the_command(tmp_path: Path, policy: Path) -> None:
+def test_the_command(tmp_path: Path, base: Path) -> None:
     run = CliRunner().invoke
     written = tmp_path / "doctor.json"
-    result = run(app, ["doctor", str(policy), "--json", str(written)])
+    result = run(app, ["doctor", str(base), "--json", str(written)])
     assert result.exit_code == 0, result.output
     assert "Nothing is wrong" in result.output
     assert "Reasoning format 'deepseek-r1'" in result.output
     saved = json.loads(written.read_text(encoding="utf-8"))
     assert saved["healthy"] is True
-    assert saved["kind"] == "policy"
+    assert saved["kind"] == "base"
     assert {"name", "value", "level", "advice"} == set(saved["sections"]["Environment"][0])
-    other_code(policy)
-    result = run(app, ["doctor", str(policy)])
+    pickle_only(base)
+    result = run(app, ["doctor", str(base)])
     assert result.exit_code == 1
     assert "1 thing to mend" in result.output
     assert run(app, ["doctor", "nobody/nothing"]).exit_code == 1

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from ospruner.engines.opening import EngineOptions, default_engine, open_engine, parse_arguments
 from ospruner.engines.transformers.engine import TransformersEngine
 
+from ..own_process import needs_vllm
+
 
 def test_values_have_the_types_that_they_say() -> None:
     texts = ["tensor_parallel_size=2", "--gpu-memory-utilization=0.8", "enforce_eager=true"]
@@ -83,7 +85,7 @@ def test_a_server_is_not_given_arguments_of_its_start(
         opened(name, tiny_base_dir, tiny_tokenizer, tensor_parallel_size=2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@needs_vllm
 def test_vllm_refuses_what_its_engine_lacks(
     tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

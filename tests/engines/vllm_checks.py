@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from modeling_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import BoxState
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines.interface import ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
@@ -119,11 +120,12 @@ def test_goes_on_after_an_error(engine: VLLMEngine, reasoner: Reasoner) -> None:
         engine.fork([ForkRequest([5] * (LONGEST + 65), [6], [1])], fmt.forced_suffix(), 8)
     requests = [ForkRequest([5 + i], [7, 8, 9], [1, 2, 3]) for i in range(4)]
 
-    class Broken:
-        final_text = "}"
+    class Broken(BoxState):
+        def __init__(self) -> None:
+            super().__init__(())
 
-        def push(self, token_id: int) -> bool:
-            raise KeyError(token_id)
+        def push(self, token: int) -> bool:
+            raise KeyError(token)
 
     with pytest.raises(KeyError):
         engine.fork(requests, fmt.forced_suffix(), 8, Broken)

@@ -62,13 +62,12 @@ SHORT = replace(DEEPSEEK_R1, step_tokens=5)
 FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN, SHORT)]
 
 
-def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **said: Any) -> Any:
+def served(fmt: TokenFormat, prompt: list[int], **said: Any) -> Any:
     """A request that is stopped so."""
     config = OSPrunerConfig()
     settings = StopPolicyConfig(**said).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
-    plan = RowPlan(settings, fmt, eos, priced=place is not None)
-    return ServedRow(plan, prompt, 3, IDS["<eos>"], place=place)
+    return ServedRow(RowPlan(settings, fmt, eos), prompt, 3, IDS["<eos>"])
 
 
 def seen(row: ServedRow) -> tuple[Any, ...]:
@@ -197,22 +196,10 @@ def test_answers_that_think_on_are_counted_with_each_leaving() -> None:
     assert told[2:] == [(len(answer), 2, "policy")]
 
 
-def test_each_row_hears_its_own_price() -> None:
-    config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2])
-    prices = config.prices
-    assert prices is not None
-    rows = [
-        served(FORMATS[0], [], prices.place(price), threshold=1.0) for price in (0.0, 1e-3, 1e-2)
-    ]
-    outputs = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
-    for row in rows:
-        row.take(ids_of(".\n\n")[0])
-    RowCore(config, FORMATS[0], StopRequest(None, server=True), 0).decide(rows, outputs)
-    signals = [one.record.probabilities[0] for one in rows]
-    assert signals == sorted(set(signals))
-    assert len({one.record.prices[0] for one in rows}) == 1
-    rows[0].row.record = StopRecord(probabilities=[math.nan, 0.5], prices=[math.inf, 1.0])
-    told = rows[0].report
+def test_a_report_is_json_where_numbers_are_not() -> None:
+    row = served(FORMATS[0], [])
+    row.row.record = StopRecord(probabilities=[math.nan, 0.5], prices=[math.inf, 1.0])
+    told = row.report
     assert (told["probabilities"], told["prices"]) == ([None, 0.5], ["inf", 1.0])
 
 

@@ -1,9 +1,12 @@
-"""The e-process on the answers of control requests."""
+"""The e-process on the answers of control requests, and how requests are distributed."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ospruner.serving.drift import Drift, answers_differ
+from modeling_ospruner.stopping_ospruner import StopRecord
+from ospruner.serving.drift import Drift, answers_differ, bin_of, distribution, observed
 
 
 def test_evidence_is_the_mean_of_the_bets_capital() -> None:
@@ -24,24 +27,19 @@ def test_evidence_is_the_mean_of_the_bets_capital() -> None:
     assert (drift.seen, drift.differed[0]) == (n, draws.sum())
 
 
-def test_false_alarms_are_rare_and_drifts_are_seen() -> None:
-    """400 streams of 1,000 answers: at most 5 % alarm at the null, nearly all at 15 points more."""
-    draw = np.random.default_rng(1)
-    for share, least, most in ((0.1, 0.0, 0.05), (0.25, 0.95, 1.0)):
-        drift = Drift(0.1, 0.05, streams=400)
-        for _ in range(1000):
-            drift.see(draw.random(400) < share)
-        assert least <= drift.alarmed.mean() <= most
-
-
-@pytest.mark.parametrize("allowed", [0.5, 0.85, 0.95])
-def test_where_much_may_differ_alarms_are_rare_too(allowed: float) -> None:
-    """No bet is so large that a capital falls below 0."""
-    draw, drift = np.random.default_rng(2), Drift(allowed, 0.05, streams=400)
-    for _ in range(500):
-        drift.see(draw.random(400) < allowed)
+@pytest.mark.parametrize(
+    ("allowed", "share", "least", "most"),
+    [(0.1, 0.25, 0.95, 1.0), *((one, one, 0.0, 0.05) for one in (0.1, 0.5, 0.85, 0.95))],
+)
+def test_false_alarms_are_rare_and_drifts_are_seen(
+    allowed: float, share: float, least: float, most: float
+) -> None:
+    """In 400 streams of 1,000 answers; no bet is so large that a capital falls below 0."""
+    draw, drift = np.random.default_rng(1), Drift(allowed, 0.05, streams=400)
+    for _ in range(1000):
+        drift.see(draw.random(400) < share)
         assert (drift.evidence >= 0).all()
-    assert drift.alarmed.mean() <= 0.05
+    assert least <= drift.alarmed.mean() <= most
 
 
 def test_an_alarm_is_remembered() -> None:
@@ -71,3 +69,28 @@ def test_wrong_shares_are_refused(wrong: dict[str, float]) -> None:
 def test_white_space_alone_is_no_difference() -> None:
     assert not answers_differ("1 000}", " 1000 }")
     assert answers_differ("1/2}", "0.5}")
+
+
+def test_bins_are_tenths_and_hold_their_lower_edge() -> None:
+    found = distribution(np.arange(100, dtype=np.float64), np.ones(100))
+    assert found["shares"] == pytest.approx([0.1] * 10, abs=0.011)
+    assert bin_of(found["edges"], found["edges"][3]) == 4
+    assert bin_of(found["edges"], np.inf) == 9
+    # Where half of all is one number, it has a bin of its own; weights count.
+    weights = np.array([1.0, 2.0, 1.0, 1.0])
+    half = distribution(np.array([0.0, 0.0, 1.0, 2.0]), weights)
+    assert half["shares"][0] == pytest.approx(0.6)
+    assert distribution(np.full(5, np.inf, np.float64), np.ones(5)) == {
+        "edges": [],
+        "shares": [1.0],
+    }
+
+
+def test_what_a_record_says() -> None:
+    nan = float("nan")
+    record = StopRecord([5, 9], [nan, 0.2], [nan, 3e-4], 20, "natural")
+    assert observed(record) == {"thinking_tokens": 20.0, "first_step": 3e-4}
+    assert observed(replace(record, prices=[]))["first_step"] == 0.2
+    # The end of a trace is no step to decide on in labels.
+    assert observed(replace(record, thinking_tokens=9)) == {"thinking_tokens": 9.0}
+    assert "first_step" in observed(replace(record, thinking_tokens=9, reason="policy"))

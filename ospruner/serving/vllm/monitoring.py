@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
 from ..core import GRAMMAR, ServedRow, log_off
+from ..drift import bin_of, observed
 from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
-from ..traffic import bin_of, observed
 from .controls import ControlWatch
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
 

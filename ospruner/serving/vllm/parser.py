@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
-from transformers import AutoTokenizer
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.parser import abstract_parser
 from vllm.reasoning import ReasoningParser
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.modeling_ospruner import compiled_format, load_tokenizer
 
 from .plugin import PARSER
 
@@ -202,8 +202,7 @@ abstract_parser.DelegatingParser = PromptedParser
 def format_of(policy: str) -> TokenFormat:
     """How a policy's base thinks, by the policy's folder or Hub id."""
     config = OSPrunerConfig.from_pretrained(policy)
-    tokenizer = AutoTokenizer.from_pretrained(policy, config=config)
-    return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)
+    return compiled_format(config, load_tokenizer(policy, config, {}))
 
 
 class ThinkingParser(_SplittingParser):

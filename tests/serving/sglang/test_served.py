@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
 
 from ...chats import prompts_of
@@ -154,24 +152,6 @@ def test_stops_where_generate_would(
     assert min(reasons["policy"], reasons["budget"]) > 0
 
 
-def test_the_tokens_are_those_of_generate(
-    url: str, model: OSPrunerForCausalLM, prompts: list[list[int]]
-) -> None:
-    extras = [{"stop_seed": 11, "stop_sample_index": i} for i in range(4)]
-    answers = ask(url, prompts[:4], extras, max_new_tokens=400)
-    stopped = 0
-    for prompt, extra, answer in zip(prompts, extras, answers, strict=False):
-        settings = StopRequest(extra).settings(StopRequest(None))
-        wanted = model.generate(
-            torch.tensor([prompt]), stop_policy=settings, max_new_tokens=400, do_sample=False
-        )[0, len(prompt) :].tolist()
-        ids = answer["output_ids"]
-        assert ids[: len(wanted)] == wanted
-        assert len(ids) <= len(wanted) + 1  # after a box that ends the text there
-        stopped += answer["meta_info"][RECORD][0]["reason"] == "policy"
-    assert stopped > 0
-
-
 def test_streams_give_the_same_and_the_record_at_the_end(
     url: str, prompts: list[list[int]]
 ) -> None:
@@ -185,22 +165,6 @@ def test_streams_give_the_same_and_the_record_at_the_end(
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"][RECORD] == whole["meta_info"][RECORD]
     assert not any(RECORD in chunk["meta_info"] for chunk in chunks[:-1])
-
-
-def test_a_natural_end_gets_the_box_too(
-    url: str, model: OSPrunerForCausalLM, prompts: list[list[int]]
-) -> None:
-    fmt = model.token_format
-    never = {"stop_mode": "threshold", "stop_threshold": 1.0}
-    forced = fmt.forced_suffix()
-    for answer in ask(url, prompts[:4], [never] * 4, max_new_tokens=800):
-        ids = answer["output_ids"]
-        at = ids.index(fmt.think_end_id)
-        assert ids[at : at + len(forced)] == forced
-        assert ids[-1] in fmt.eos_ids
-        assert ids.count(fmt.think_end_id) == 1
-        assert answer["meta_info"][RECORD][0]["reason"] == "natural"
-        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_several_texts_of_one_prompt_stop_on_their_own(
@@ -238,20 +202,10 @@ def test_requests_that_are_aborted_leave_the_others_alone(
     assert together[::2] == alone[::2]
 
 
-def test_a_prompt_that_closed_its_thinking_is_left_alone(
-    url: str, model: OSPrunerForCausalLM, prompts: list[list[int]]
-) -> None:
-    closed = [*prompts[0], *model.token_format.forced_suffix("free")]
-    [off, on] = ask(url, [closed] * 2, [{"stop_policy": False}, {"stop_policy": True}])
-    assert on["output_ids"] == off["output_ids"]
-
-
 @pytest.mark.parametrize(
     ("extra", "sampling", "message"),
     [
         ({"stop_treshold": 0.5}, {}, "no ['stop_treshold']; the policy's keys are"),
-        ({"stop_id": "a"}, {}, "stop_id is 'a'; SGLang tells what happened with each answer"),
-        ({"stop_policy": True}, {"regex": "a+"}, "stop_policy and {'regex': 'a+'} exclude"),
         ({"stop_price": 0.5}, {}, "stop_price is 0.5"),
     ],
 )

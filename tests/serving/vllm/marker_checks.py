@@ -108,25 +108,6 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
     assert ended >= 4
 
 
-@pytest.mark.parametrize(
-    ("text", "thinking", "answer"),
-    [
-        ("So 1.\n\nThen 2. That fits 5", "So 1.\n\nThen 2. ", " 5"),
-        ("<think>\nSo 1. That fits", "\nSo 1. ", None),
-        ("So That fit", "So That fit", None),  # what could have become the marker
-        ("That fits That fits 5", None, " That fits 5"),
-        ("<thi", "<thi", None),
-        ("", None, None),
-    ],
-)
-def test_replies_are_split(
-    reasoner: Reasoner, tmp_path: Path, text: str, thinking: str | None, answer: str | None
-) -> None:
-    made(reasoner, tmp_path, "marker")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert replied(PARSER, tokenizer, [], text)[:2] == (thinking, answer)
-
-
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
     """By what the format holds, whatever its name."""
     for name, parser in (("marker", PARSER), ("phrase", None)):

@@ -171,17 +171,6 @@ def test_stops_where_generate_would(served: LLM, model: Policy, mixed: Prompts) 
     assert min(reasons[reason] for reason in ("policy", "budget", "natural")) > 0
 
 
-def test_a_natural_end_gets_the_box_too(served: LLM, model: Policy, mixed: Prompts) -> None:
-    fmt = model.token_format
-    forced = fmt.forced_suffix()
-    for [ids] in run(served, mixed[:8], greedy(NEVER, max_tokens=800)):
-        at = ids.index(fmt.think_end_id)
-        assert ids[at : at + len(forced)] == forced
-        assert ids[-1] in fmt.eos_ids
-        assert ids.count(fmt.think_end_id) == 1
-        assert "}" in model.tokenizer.decode(ids[-2])
-
-
 def test_several_texts_of_one_prompt_stop_on_their_own(
     served: LLM, model: Policy, mixed: Prompts
 ) -> None:
@@ -339,9 +328,7 @@ def test_a_request_under_way_answers_when_it_is_told(
 @pytest.mark.parametrize(
     ("extra", "further", "message"),
     [
-        ({"stop_threshold": 2}, {}, "stop_threshold is 2.*0.*1"),
         ({"stop_price": 0.5}, {}, "stop_price is 0.5, but the policy was trained for 0 alone"),
-        ({"stop_polciy": True}, {}, "stop_polciy.*stop_policy"),
         ({"max_thinking_tokens": 5}, {"min_tokens": 9}, "tokens is 5, but .* to have at least 9"),
         ({"max_answer_tokens": 5}, {"structured_outputs": STRUCTURE}, "is 5, but structured out"),
     ],

@@ -35,7 +35,6 @@ __all__ = ["environment", "make", "mixed", "model", "on_runner_v2", "plain", "se
 
 test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing
 test_stops = plugin_checks.test_stops_where_generate_would
-test_natural_ends = plugin_checks.test_a_natural_end_gets_the_box_too
 test_several_texts = plugin_checks.test_several_texts_of_one_prompt_stop_on_their_own
 test_draws = plugin_checks.test_the_ith_text_draws_as_sample_index_i
 test_limits = plugin_checks.test_limits_and_stop_strings_end_requests_as_ever

@@ -233,38 +233,19 @@ def test_files_that_are_others_are_refused_at_start(
         check_start(started(model, model=str(broken)))
 
 
-@pytest.mark.parametrize(
-    ("defaults", "thinking", "wanted", "left"),
-    [
-        ({"stop_policy": True}, {"type": "enabled", "budget_tokens": 2000}, 2000, None),
-        (
-            {"stop_policy": True, "max_thinking_tokens": 1500},
-            {"type": "enabled", "budget_tokens": 2000},
-            1500,
-            None,
-        ),
-        ({"stop_policy": True}, {"type": "adaptive"}, None, None),
-        ({"stop_policy": False}, {"type": "enabled", "budget_tokens": 2000}, None, 2000),  # vLLM's
-    ],
-)
-def test_anthropics_budget_is_the_policys(
-    monkeypatch: pytest.MonkeyPatch,
-    defaults: dict[str, Any],
-    thinking: dict[str, Any],
-    wanted: int | None,
-    left: int | None,
-) -> None:
-    """By vLLM's own way from a body for /v1/messages to its parameters."""
-    monkeypatch.setattr(Defaults, "here", StopRequest(defaults, server=True))
+@pytest.mark.parametrize("on", [True, False])
+def test_anthropics_budget_is_the_policys(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    """By vLLM's own way from a body for /v1/messages to its parameters; also used again."""
+    monkeypatch.setattr(Defaults, "here", StopRequest({"stop_policy": on}, server=True))
     body = {"model": "toy", "max_tokens": 4000, "messages": [{"role": "user", "content": "?"}]}
-    request = AnthropicMessagesRequest.model_validate(body | {"thinking": thinking})
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 2000}}
+    request = AnthropicMessagesRequest.model_validate(body)
     asked = AnthropicServingMessages.to_chat_completion_request(request)
     params = asked.to_sampling_params(4000, {})
-    PolicyProcessor.validate_params(params)
-    assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
-    assert params.thinking_token_budget == left
-    PolicyProcessor.validate_params(params)  # used again
-    assert (params.extra_args or {}).get("max_thinking_tokens") == wanted
+    for _ in range(2):
+        PolicyProcessor.validate_params(params)
+        assert params.extra_args == ({"max_thinking_tokens": 2000} if on else None)
+        assert params.thinking_token_budget == (None if on else 2000)
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -27,14 +27,12 @@ from ospruner.demo.shipped import Reasoner
 from ...chats import prompts_of
 from ...goldens import served
 from ...own_process import needs_vllm
-from ...server_process import free_port, running_server
+from ...server_process import running_vllm
 from .plugin_replay import check_record, make_policy
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
-CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SOAK_REQUESTS = 600
-ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +50,9 @@ def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> tupl
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
     """`ospruner serve` on a policy, as the model "toy", until the context ends; its address."""
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), *options]
-    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    with running_server(command, url, CPU, folder.with_suffix(".log")):
+    command = ["-m", "ospruner.cli", "serve", str(folder), *options]
+    command += ["--served-model-name", "toy"]
+    with running_vllm(command, folder.with_suffix(".log")) as url:
         yield url
 
 
@@ -255,21 +251,6 @@ def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
     assert served.replies(client) == served.recorded()
 
 
-def test_metrics_count_stops_and_thinking_tokens(client: OpenAI) -> None:
-    body = {"vllm_xargs": {"max_thinking_tokens": 1, "stop_threshold": 1.0}}
-
-    def counted() -> float:
-        found = re.findall(
-            r"^ospruner_thinking_ended_total{.* (\S+)$", text(client, "/metrics"), re.M
-        )
-        return sum(map(float, found))
-
-    before = counted()
-    client.completions.create(model="toy", prompt=[1, 5, 6], max_tokens=300, extra_body=body)
-    assert counted() == before + 1
-    assert "ospruner_thinking_tokens_total{" in text(client, "/metrics")
-
-
 def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
     url = str(client.base_url).removesuffix("/v1/")
     example = repo_dir / "docs" / "examples" / "serving_client.py"
@@ -348,10 +329,9 @@ def test_vllms_own_command_serves_a_policy_and_any_other_model(
     policy: tuple[Policy, Path], reasoner: Reasoner, tmp_path: Path, stops: bool
 ) -> None:
     """Without an option of ours, nor a variable."""
-    folder, port = policy[1] if stops else reasoner.folder, free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    url = f"http://127.0.0.1:{port}"
-    with running_server([*command, "--port", str(port), *ARGUMENTS], url, CPU, tmp_path / "log"):
+    folder = policy[1] if stops else reasoner.folder
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    with running_vllm(command, tmp_path / "log") as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         lengths = []
         for extra in ({}, {"stop_policy": False, "stop_answer": "free"}):
