@@ -68,7 +68,8 @@ BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
     "glm4": {"attention_bias": True, "rope_parameters": _ROTATED},
     "afmoe": {"num_experts": 4, "moe_intermediate_size": 64, "num_dense_layers": 1}
     | _EXPERTS
-    | {"sliding_window": 32, "num_shared_experts": 1, "score_func": "sigmoid"},
+    | {"sliding_window": 32, "num_shared_experts": 1, "score_func": "sigmoid"}
+    | {"route_norm": True, "n_group": 1, "topk_group": 1},  # as in the checkpoints: no defaults
     "ernie4_5": {},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "sliding_window": 32},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
@@ -214,7 +215,8 @@ def test_queries(make: Callable[..., Policy], tmp_path: Path, base_type: str) ->
 def test_a_hybrid(make: Callable[..., Policy], tmp_path: Path, base_type: str) -> None:
     """Fresh copies of its layers with keys say what the head says of the base's last states.
 
-    In bfloat16, in which alone vLLM computes linear attention on CPUs: transformers is far off.
+    In bfloat16, in which alone vLLM computes linear attention on CPUs: transformers is far off, and
+    a router may choose another expert.
     """
     alone, copies = (
         check(make(base_type, n, "queries", fresh=True), tmp_path, dtype="bfloat16", tolerance=1)
@@ -222,7 +224,8 @@ def test_a_hybrid(make: Callable[..., Policy], tmp_path: Path, base_type: str) -
     )
     apart = [abs(a - b) for a, b in zip(alone, copies, strict=True)]
     print(f"{max(apart):.4f} apart at most, {sum(apart) / len(apart):.4f} in the middle")
-    assert max(apart) < 0.02
+    assert max(apart) < 0.05
+    assert sum(apart) / len(apart) < 0.002
 
 
 @pytest.mark.parametrize("base_type", REFUSED)
