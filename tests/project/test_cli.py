@@ -14,9 +14,11 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from ospruner.cli import app, commands
-from ospruner.cli.fields import Fields, LazyGroup, fields_of, whole_commands, with_fields
+from ospruner.cli.fields import Fields, LazyGroup, fields_of, with_fields
 from ospruner.doctor.examination import Diagnosis, Finding
 from ospruner.progress import PhaseBars
+
+from ..pages import whole_commands
 
 
 @dataclass
