@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned
 from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopPolicyConfig, StopRecord
+from ospruner.engines.rows import Branch
 from ospruner.formats import guess
 from ospruner.logits import last_logits, top_entropy
 
@@ -219,37 +220,27 @@ class LiveRule:
         recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
-        box = self._format.box_state()
-        ids: list[int] = []
-        logprobs: list[float] = []
-        ended: Literal["closed", "eos", "length"] = "length"
+        branch = Branch([], (), self._format.box_state)
         self._looking = False
         try:
             for piece in pieces:
                 logits = self._feed(piece, position, pads, cache)
                 position += len(piece)
-            entropy, whole = float(top_entropy(logits)), 0.0
-            while len(ids) < max_tokens:
-                whole += float(top_entropy(logits))
+            while (answer := branch.answer) is None:
                 token, logprob = self._choose(logits)
-                if token in self._eos_ids:
-                    ended = "eos"
-                    break
-                ids.append(token)
-                logprobs.append(logprob)
-                if box.push(token):
-                    ended = "closed"
-                    break
-                if len(ids) < max_tokens:
+                entropy = float(top_entropy(logits))
+                branch.push(token, logprob, entropy, max_tokens, self._eos_ids)
+                if branch.answer is None:
                     logits = self._feed([token], position, pads, cache)
                     position += 1
         finally:
             self._looking = True
-        said = "" if self._tokenizer is None else self._decode(ids)
-        if ended == "closed":
+        said = "" if self._tokenizer is None else self._decode(answer.ids)
+        if answer.ended == "closed":
             said = said[: said.rfind(self._format.format.answer_end or "}")]
-        answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, said, whole)
-        return answer, len(suffix) + len(ids) + (ended == "eos")
+        spent = len(suffix) + len(answer.ids) + (answer.ended == "eos")
+        tried = tuple(answer.ids), answer.ended, tuple(answer.logprobs), answer.entropy
+        return TrialAnswer(*tried, said, answer.whole_entropy), spent
 
     def _choose(self, logits: torch.Tensor) -> tuple[int, float]:
         """The token that a forced answer would take, and its plain log-probability."""
