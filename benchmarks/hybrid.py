@@ -23,7 +23,7 @@ import timing
 import torch
 from rich.console import Console
 from tails import COPIES, Study, options, report
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -32,7 +32,7 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.demo.demo import LABELLING, SPLITS
 from ospruner.demo.examples import batches_by_length, draw_examples
 from ospruner.demo.fallible_reasoner import SECOND_CYCLE
-from ospruner.demo.recipe import Recipe, build_optimizers, learning_rate_factor
+from ospruner.demo.recipe import Recipe, build_optimizers, learning_rate_factor, take_step
 from ospruner.demo.shipped import Reasoner, write_split
 from ospruner.durable import replace_file
 from ospruner.eval.table import FloatArray
@@ -95,19 +95,13 @@ def taught(run: Path, tokens: int, seed: int, progress: Progress) -> Path:
         model.set_attn_implementation("float32_sdpa")
     recipe = Recipe(tokens, muon_learning_rate=0.01, batch_tokens=2048, warmup=0.02, decay=1.0)
     optimizers = build_optimizers(hybrid, recipe)
-    peaks = recipe.muon_learning_rate, recipe.adam_learning_rate
     while seen < tokens:
         name = f"hybrid/{seed}/{chunk}"
         examples = draw_examples(reasoner.tokenizer, 512, name, 7, True, SECOND_CYCLE)
         for batch in batches_by_length(examples, recipe.batch_tokens, Random(name)):
-            for optimizer, peak in zip(optimizers, peaks, strict=True):
-                optimizer.param_groups[0]["lr"] = peak * learning_rate_factor(seen, recipe, False)
             loss = divergence(hybrid, reasoner.model, batch)
-            loss.backward()
-            nn.utils.clip_grad_norm_(hybrid.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            factor = learning_rate_factor(seen, recipe, False)
+            take_step(hybrid, loss, optimizers, recipe, factor)
             seen += batch[0].size
             progress("teach", min(seen, tokens), tokens, f"KL {loss.item():.3f}")
             if seen >= tokens:

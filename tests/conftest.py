@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
-from filelock import FileLock
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -136,29 +131,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     `<think>` and `</think>` are one id each and, as in R1-Distill, not special (decoding keeps
     them); `<|end|>` ends a text. The chat template opens the thinking as R1's does.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    qwen2_split = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(qwen2_split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        min_frequency=2,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TINY_CORPUS * 2, trainer)
+    from ospruner.demo.recipe import bpe_tokenizer
+
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    tokenizer = bpe_tokenizer(TINY_CORPUS * 2, 340, special, min_frequency=2)
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -245,56 +224,3 @@ def reasoner() -> Reasoner:
     from ospruner.demo.shipped import Reasoner
 
     return Reasoner()
-
-
-@dataclass(frozen=True)
-class DemoRun:
-    """A tiny demo that was killed when training had begun, and then run to its end.
-
-    Attributes:
-        folder: Of the run.
-        printed: By the second start.
-        shards: The labels that stood there when it was killed.
-    """
-
-    folder: Path
-    printed: str
-    shards: dict[Path, bytes]
-
-
-TINY_DEMO = """
-import sys
-from pathlib import Path
-from rich.console import Console
-from ospruner.demo.demo import DemoSize, run_demo
-size = DemoSize("tiny", 120, 80, 40, seeds=1, epochs=24, max_loss=0.2)
-run_demo(Path(sys.argv[1]), size, 0, Console(width=80))
-"""
-
-
-@pytest.fixture(scope="session")
-def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
-    """A demo, once for all tests of all of pytest-xdist's workers."""
-    root = tmp_path_factory.getbasetemp()
-    root = root if _OWNS_HF_HOME else root.parent  # what the workers share
-    kept = root / "demo.pickle"
-    with FileLock(root / "demo.lock"):
-        if not kept.is_file():
-            kept.write_bytes(pickle.dumps(_run_demo(root / "demo")))
-    run: DemoRun = pickle.loads(kept.read_bytes())
-    return run
-
-
-def _run_demo(out: Path) -> DemoRun:
-    command = [sys.executable, "-c", TINY_DEMO, str(out)]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    first = subprocess.Popen(command, **quiet)
-    while not list(out.glob("policies/*/os-pruner/checkpoint-*")) and first.poll() is None:
-        time.sleep(0.05)
-    assert first.poll() is None, "the demo ended before it could be killed"
-    first.kill()
-    first.wait()
-    shards = {path: path.read_bytes() for path in (out / "labels").glob("*/data/*.parquet")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return DemoRun(out, done.stdout + done.stderr, shards)

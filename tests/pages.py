@@ -1,7 +1,11 @@
-"""What a page of docs/ tells its readers to run."""
+"""What a page of docs/ tells its readers to run, and the commands that there are."""
 
 import re
 from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -13,3 +17,19 @@ def commands(page: Path) -> list[str]:
     """The lines of its shell blocks, those that go on joined."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     return [line for line in text.splitlines() if line]
+
+
+def whole_commands(app: typer.Typer) -> dict[str, Any]:
+    """Every command of an app with all of its options, by its words."""
+    found: dict[str, Any] = {}
+
+    def walk(command: Any, name: str) -> None:
+        if isinstance(command, TyperGroup):
+            for word in command.commands:
+                _, below, _ = command.resolve_command(typer.Context(command), [word])
+                walk(below, f"{name} {word}".strip())
+        else:
+            found[name] = command
+
+    walk(typer.main.get_command(app), "")
+    return found

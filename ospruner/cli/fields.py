@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["Fields", "LazyGroup", "arg", "fields_of", "opt", "whole_commands", "with_fields"]
+__all__ = ["Fields", "LazyGroup", "arg", "fields_of", "opt", "with_fields"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SAID = "ospruner.fields"  # in a context's `meta`
@@ -118,22 +118,6 @@ def _whole(command: Any, function: Any) -> Any:
     alone = typer.Typer(add_completion=False)
     alone.command(command.name, context_settings=command.context_settings)(called)
     return typer.main.get_command(alone)
-
-
-def whole_commands(app: typer.Typer) -> dict[str, Any]:
-    """Every command of an app with all of its options, by its words."""
-    found: dict[str, Any] = {}
-
-    def walk(command: Any, name: str) -> None:
-        if isinstance(command, TyperGroup):
-            for word in command.commands:
-                _, below, _ = command.resolve_command(typer.Context(command), [word])
-                walk(below, f"{name} {word}".strip())
-        else:
-            found[name] = command
-
-    walk(typer.main.get_command(app), "")
-    return found
 
 
 def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str, Any]:

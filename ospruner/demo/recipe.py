@@ -6,6 +6,7 @@ the first teaches arithmetic and checking, the second the habits of the shipped 
 """
 
 import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -45,12 +46,10 @@ CHAT_TEMPLATE = (
 """Like R1-Distill's: the generation prompt already opens the thinking."""
 
 
-def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of rendered examples, in which a digit is always one token."""
-    rng = Random(f"tokenizer/{seed}")
-    pieces = (
-        build_example(draw_training_problem(rng, 7, True), rng, FIRST_CYCLE) for _ in range(5000)
-    )
+def bpe_tokenizer(
+    texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], min_frequency: int
+) -> Tokenizer:
+    """A byte-level BPE of texts, which splits as Qwen2's does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -60,13 +59,24 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(token, normalized=False) for token in SPECIAL_TOKENS],
+        vocab_size=vocabulary_size,
+        min_frequency=min_frequency,
+        special_tokens=[AddedToken(token, normalized=False) for token in special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = ("".join(text for text, _ in example) for example in pieces)
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of rendered examples, in which a digit is always one token."""
+    rng = Random(f"tokenizer/{seed}")
+    pieces = (
+        build_example(draw_training_problem(rng, 7, True), rng, FIRST_CYCLE) for _ in range(5000)
+    )
+    texts = ("".join(text for text, _ in example) for example in pieces)
+    tokenizer = bpe_tokenizer(texts, VOCABULARY_SIZE, SPECIAL_TOKENS, min_frequency=0)
     # As in R1-Distill, the thinking markers are no special tokens: decoding keeps them.
     tokenizer.add_tokens(
         [AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")]
@@ -171,6 +181,23 @@ def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     ]
 
 
+def take_step(
+    model: nn.Module,
+    loss: torch.Tensor,
+    optimizers: Sequence[torch.optim.Optimizer],
+    recipe: Recipe,
+    factor: float,
+) -> None:
+    """One step of the optimisers of `build_optimizers`, at a factor on their peak rates."""
+    peaks = recipe.muon_learning_rate, recipe.adam_learning_rate
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer, peak in zip(optimizers, peaks, strict=True):
+        optimizer.param_groups[0]["lr"] = peak * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean cross-entropy of the next token.
 
@@ -212,16 +239,8 @@ def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress) -> None:
         for ids, weights in batches_by_length(examples, recipe.batch_tokens, Random(name)):
             in_cycle = seen - recipe.tokens if second else seen
             factor = learning_rate_factor(in_cycle, recipe, second)
-            for optimizer, peak in zip(
-                optimizers, (recipe.muon_learning_rate, recipe.adam_learning_rate), strict=True
-            ):
-                optimizer.param_groups[0]["lr"] = peak * factor
             loss = example_loss(model, torch.from_numpy(ids), torch.from_numpy(weights))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            take_step(model, loss, optimizers, recipe, factor)
             seen += ids.size
             progress("tokens", min(seen, total), total, f"loss {loss.item():.3f}")
         chunk += 1

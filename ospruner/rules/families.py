@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -60,9 +59,6 @@ Ask = Literal["trial_answer", "text", "thinking_entropy"]
 
 ASKS: frozenset[Ask] = frozenset(get_args(Ask))
 
-GROUP = "ospruner_rules"
-"""The entry-point group in which packages offer families under a name."""
-
 _NEEDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (tokens, "", ""),
     (steps, "", ""),
@@ -98,10 +94,9 @@ class Family:
 
     Attributes:
         name: as in "deer:0.95".
-        signal: a function of a step's end that gives a number; a class, of which each row has an
-            object that is called so; or a generator over a row's step ends and `same`, as in
-            `signals`. Further arguments, with defaults, are the rule's settings. It never looks
-            ahead, and NaN measures nothing.
+        signal: a function of a step's end that gives a number; or a generator over a row's step
+            ends and `same`, as in `signals`. Further arguments, with defaults, are the rule's
+            settings. It never looks ahead, and NaN measures nothing.
         method: what tables call it; by default the name.
         parameter_name: what the threshold is: "tokens", "nats", "answers", ...
         stops: how the signal compares with the threshold where a row stops: ">=", ">", "<=", "<".
@@ -143,20 +138,19 @@ class Family:
 
     @classmethod
     def of(cls, rule: Any) -> Family:
-        """A family as it is, or that of a function or class by its name, of any thresholds.
+        """A family as it is, or that of a function by its name, of any thresholds.
 
         Raises:
             TypeError: it is none of these.
         """
         if isinstance(rule, Family):
             return rule
-        if not callable(rule) or isinstance(rule, StopRule):
+        if not inspect.isroutine(rule):
             raise TypeError(
                 f"{rule!r} is no rule: give a function of a step's end that gives a number, or an "
                 "ospruner.rules.Family"
             )
-        named = rule if inspect.isroutine(rule) or inspect.isclass(rule) else type(rule)
-        return cls(named.__name__, rule, low=-MANY, high=MANY)
+        return cls(rule.__name__, rule, low=-MANY, high=MANY)
 
     def measure(self, ends: Iterable[StepEnd], same: Same, **settings: Any) -> Iterator[float]:
         """The signal at the step ends of one row, one by one.
@@ -168,9 +162,7 @@ class Family:
         if inspect.isgeneratorfunction(signal_of):
             signals: Iterable[Any] = signal_of(ends, same, **settings)
         else:
-            whole = inspect.isclass(signal_of)
-            of_row: Any = signal_of(**settings) if whole else partial(signal_of, **settings)
-            signals = map(of_row, ends)
+            signals = map(partial(signal_of, **settings), ends)
         for signal in signals:
             try:
                 yield float(signal)
@@ -339,21 +331,15 @@ EXAMPLES = (
 )
 
 
-def _installed() -> dict[str, Any]:
-    """The entry points by which installed packages offer families."""
-    return {point.name: point for point in entry_points(group=GROUP)}
-
-
 def is_rule(text: str) -> bool:
     """Whether a text names a rule or a family, known or of one's own, and no policy."""
     name = text.partition(":")[0]
-    return name in FAMILIES or name.endswith(".py") or name in _installed()
+    return name in FAMILIES or name.endswith(".py")
 
 
 def nearest(name: str) -> str:
     """Such as "; did you mean the rule 'deer'?"; "." where no rule's name is near."""
-    known = [*FAMILIES, *_installed(), "learnstop", "rules"]
-    found = get_close_matches(name.partition(":")[0], known, n=1)
+    found = get_close_matches(name.partition(":")[0], [*FAMILIES, "learnstop", "rules"], n=1)
     return f"; did you mean the rule {found[0]!r}?" if found else "."
 
 
@@ -363,8 +349,7 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     Args:
         text: a name of `FAMILIES`, alone or with its number, such as "budget:200" (tokens),
             "entropy:0.4" (nats of the answer's first token) or "agreement:3" (trial answers).
-            "my_rules.py:MINE" is a family or a function of one's own file; a package offers one by
-            name in the entry-point group `GROUP`.
+            "my_rules.py:MINE" is a family or a function of one's own file.
         same: whether two answers mean the same (`Task.same`).
 
     Raises:
@@ -385,12 +370,10 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
         found = known[kind]
     elif name in FAMILIES:
         found = FAMILIES[name]
-    elif point := _installed().get(name):
-        found = point.load()
     else:
         raise ValueError(
             f"rule {text!r} is not known{nearest(name)} Rules are written as {EXAMPLES}, or "
-            f"my_rules.py:MINE:0.5 for one of your own; installed: {', '.join(_installed()) or '-'}"
+            "my_rules.py:MINE:0.5 for one of your own"
         )
     family = Family.of(found)
     if not number:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +25,11 @@ from transformers.cache_utils import (
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned
 from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopPolicyConfig, StopRecord
+from ospruner.engines.interface import TokenCount
+from ospruner.engines.rows import Branch
+from ospruner.engines.transformers.batch import RowBatch
 from ospruner.formats import guess
-from ospruner.logits import last_logits, top_entropy
+from ospruner.logits import top_entropy
 
 from .signals import StepEnd, TrialAnswer
 
@@ -210,46 +213,35 @@ class LiveRule:
 
         It gives the answer, and the number of tokens it took: those forced and those decoded.
         """
-        cache = self._fork(row)
-        position = self._columns
+        batch = RowBatch(self._base, TokenCount(), packed=False)
+        batch.cache = self._fork(row)
+        tokens = self._columns
         if self._positions is not None:
-            position = int(self._positions[row % len(self._positions)]) + 1
-        pads = self._columns - position
+            tokens = int(self._positions[row % len(self._positions)]) + 1
+        batch.seen = (torch.arange(self._columns) >= self._columns - tokens)[None]
         suffix = self._format.forced_suffix("forced")
-        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in batch.cache.layers)
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
-        box = self._format.box_state()
-        ids: list[int] = []
-        logprobs: list[float] = []
-        ended: Literal["closed", "eos", "length"] = "length"
+        branch = Branch([], (), self._format.box_state)
         self._looking = False
         try:
             for piece in pieces:
-                logits = self._feed(piece, position, pads, cache)
-                position += len(piece)
-            entropy, whole = float(top_entropy(logits)), 0.0
-            while len(ids) < max_tokens:
-                whole += float(top_entropy(logits))
+                logits = batch.feed(torch.tensor([piece]))[0]
+            while (answer := branch.answer) is None:
                 token, logprob = self._choose(logits)
-                if token in self._eos_ids:
-                    ended = "eos"
-                    break
-                ids.append(token)
-                logprobs.append(logprob)
-                if box.push(token):
-                    ended = "closed"
-                    break
-                if len(ids) < max_tokens:
-                    logits = self._feed([token], position, pads, cache)
-                    position += 1
+                entropy = float(top_entropy(logits))
+                branch.push(token, logprob, entropy, max_tokens, self._eos_ids)
+                if branch.answer is None:
+                    logits = batch.feed(torch.tensor([[token]]))[0]
         finally:
             self._looking = True
-        said = "" if self._tokenizer is None else self._decode(ids)
-        if ended == "closed":
+        said = "" if self._tokenizer is None else self._decode(answer.ids)
+        if answer.ended == "closed":
             said = said[: said.rfind(self._format.format.answer_end or "}")]
-        answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, said, whole)
-        return answer, len(suffix) + len(ids) + (ended == "eos")
+        spent = len(suffix) + len(answer.ids) + (answer.ended == "eos")
+        tried = tuple(answer.ids), answer.ended, tuple(answer.logprobs), answer.entropy
+        return TrialAnswer(*tried, said, answer.whole_entropy), spent
 
     def _choose(self, logits: torch.Tensor) -> tuple[int, float]:
         """The token that a forced answer would take, and its plain log-probability."""
@@ -258,25 +250,6 @@ class LiveRule:
         allowed[self._masked] = -torch.inf
         token = int(allowed.argmax())
         return token, float(plain[token] - plain.logsumexp(-1))
-
-    def _feed(
-        self, token_ids: Sequence[int], position: int, pads: int, cache: DynamicCache
-    ) -> torch.Tensor:
-        """Runs tokens on a forked cache; the logits (V,) after the last one."""
-        device = self._base.device
-        S = len(token_ids)
-        arguments: dict[str, Any] = {
-            "input_ids": torch.tensor([list(token_ids)], device=device),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        if self._positions is not None:
-            arguments["position_ids"] = torch.arange(position, position + S, device=device)[None]
-        if pads:
-            mask = torch.ones(1, pads + position + S, dtype=torch.long, device=device)
-            mask[:, :pads] = 0
-            arguments["attention_mask"] = mask
-        return last_logits(self._base, **arguments)[0]
 
 
 def fork_row(cache: Cache, row: int) -> DynamicCache:

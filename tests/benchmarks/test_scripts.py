@@ -1,6 +1,5 @@
 """The benchmarks do what they say, on little; their numbers are not looked at."""
 
-import gzip
 import importlib.util
 import io
 import json
@@ -16,16 +15,14 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from modeling_ospruner import TokenFormat
 from ospruner.demo import demo
 from ospruner.demo.examples import batches_by_length, draw_examples
 from ospruner.demo.fallible_reasoner import SECOND_CYCLE
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import FAMILIES
 from ospruner.scoring import stop_logits
 from ospruner.train.untrained import untrained
@@ -34,9 +31,9 @@ from ..own_process import needs_vllm
 from .conftest import RunScript
 
 
-def test_generate(run_here: RunScript) -> None:
+def test_generate(run_script: RunScript) -> None:
     small = ("--shape", "tiny", "--runs", "1")
-    found, printed = run_here("generate.py", *small, "--seed", "3")
+    found, printed = run_script("generate.py", *small, "--seed", "3")
     keys = ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio")
     for key in (*keys, *(f"queries_{key}" for key in keys)):
         assert math.isfinite(found[key])
@@ -69,14 +66,14 @@ def test_engines(load_script: Callable[[str], ModuleType], tmp_path: Path) -> No
     assert arm["thinking_tokens_per_second"] == pytest.approx(rate, rel=0.02)
 
 
-def test_labels(run_here: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels(run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's part of it is tested in tests/engines."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec",
         lambda name, package=None: None if name == "vllm" else find_spec(name, package),
     )
-    found, printed = run_here("labels.py", "--limit", "1", "--problems", "2")
+    found, printed = run_script("labels.py", "--limit", "1", "--problems", "2")
     assert (found["traces"], found["trace_tokens"], found["forks"]) == (1, 202, 11)
     assert 1 <= found["computed_over_unique_transformers"] <= 1.02
     assert found["computed_over_unique_vllm"] is None
@@ -86,24 +83,9 @@ def test_labels(run_here: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "computed_over_unique_vllm           not installed" in printed
 
 
-def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:
-    file = repo_dir / "benchmarks" / "trace_shapes.json"
-    shapes = json.loads(file.read_text("utf-8"))["traces"]
-    tokenizer = AutoTokenizer.from_pretrained(
-        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
-    )
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-    with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt", encoding="utf-8") as lines:
-        reasoning = {row["id"]: row["reasoning"] for row in map(json.loads, lines)}
-    assert len(shapes) == 10
-    for shape in shapes:
-        ids = tokenizer.encode(reasoning[shape["id"]], add_special_tokens=False)
-        assert (len(ids), fmt.step_ends(ids)) == (shape["tokens"], shape["step_ends"])
-
-
-def test_train(run_here: RunScript) -> None:
+def test_train(run_script: RunScript) -> None:
     small = ("--limit", "2", "--width", "56", "--layers", "4", "--tokens", "30", "--steps", "5")
-    found, _ = run_here("train.py", *small, "--rounds", "1")
+    found, _ = run_script("train.py", *small, "--rounds", "1")
     assert found["loss_difference"] < 1e-5
     arms = {"naive", "padded", "packed", "kept", "queries", "every_price"}
     assert set(found["arms"]) == arms
@@ -154,11 +136,11 @@ def test_a_hybrid_begins_near_the_reasoner_and_its_policies_add_or_not(
 
 
 @pytest.mark.slow
-def test_frontier_reads_a_demo(run_here: RunScript, tmp_path: Path) -> None:
+def test_frontier_reads_a_demo(run_script: RunScript, tmp_path: Path) -> None:
     run = tmp_path / "demo"
     size = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
     demo.run_demo(run, size, 0, Console(file=io.StringIO()))
-    found, printed = run_here("frontier.py", "--run", str(run), "--anneal")
+    found, printed = run_script("frontier.py", "--run", str(run), "--anneal")
     about = found["about"]
     assert (about["seeds"], about["test_traces"], about["left_out"]) == (2, 10, {})
     trained = {"OS-Pruner, one policy", "OS-Pruner, annealed", "probe", "convergence"}
@@ -179,7 +161,7 @@ def test_frontier_reads_a_demo(run_here: RunScript, tmp_path: Path) -> None:
         assert spread["accuracy_standard_error"] > 0
     assert "DO NOT HOLD" in printed
     (run / "policies" / "seed1").rename(tmp_path / "seed1")
-    _, printed = run_here("frontier.py", "--run", str(run))
+    _, printed = run_script("frontier.py", "--run", str(run))
     assert "one training seed: nothing is known" in printed
     assert "DO NOT HOLD" not in printed
 
@@ -188,11 +170,11 @@ def test_frontier_reads_a_demo(run_here: RunScript, tmp_path: Path) -> None:
 @needs_vllm
 def test_serve(run_script: RunScript) -> None:
     small = ("--rounds", "1", "--requests", "4", "--tokens", "96", "--shape", "256")
-    result, _ = run_script("serve.py", "--quick", *small, "--seed", "3")
+    result, _ = run_script("serve.py", "--quick", *small, "--seed", "3", here=False)
     assert result["never_stop_ratio"] > 0
     assert 0 < result["tokens_saved"] < 1
     assert "time_saved_over_tokens_saved" in result
-    result, printed = run_script("serve.py", "--host-time", "--quick")
+    result, printed = run_script("serve.py", "--host-time", "--quick", here=False)
     assert all(result[f"host_ms_{streams}"] > 0 for streams in (1, 16, 64, 256))
     assert "64 streams: " in printed
 
@@ -201,7 +183,7 @@ def test_serve(run_script: RunScript) -> None:
 @needs_vllm
 def test_serve_over_http(run_script: RunScript) -> None:
     small = ("--shape", "128", "--requests", "4", "--tokens", "96", "--streams", "4")
-    result, printed = run_script("serve_http.py", *small, "--seed", "3")
+    result, printed = run_script("serve_http.py", *small, "--seed", "3", here=False)
     for base in ("reasoner", "random"):
         off, never, on = (result[base]["4"][arm] for arm in ("off", "never", "on"))
         assert off.keys() == never.keys() == on.keys()
@@ -215,7 +197,7 @@ def test_serve_over_http(run_script: RunScript) -> None:
 @pytest.mark.slow
 @needs_vllm
 def test_each_check_of_the_gpu_runs_on_a_cpu(run_script: RunScript) -> None:
-    result, printed = run_script("gpu.py", "--tiny", "--minutes", "30", "--seed", "3")
+    result, printed = run_script("gpu.py", "--tiny", "--minutes", "30", "--seed", "3", here=False)
     verdicts = {name: found["verdict"] for name, found in result["checks"].items()}
     held = {"generate", "parity"}
     assert {name for name, verdict in verdicts.items() if verdict == "held"} == held, printed

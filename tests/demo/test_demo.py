@@ -1,12 +1,19 @@
-"""A tiny `ospruner demo` for real: killed half-way, continued, and what it leaves behind."""
+"""A tiny `ospruner demo` for real, and what it leaves behind.
+
+That a killed run goes on is tested where its stages are `make`'s, in tests/train/test_rounds.py.
+"""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,32 +30,50 @@ from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import record_of
 from ospruner.workers import Workers
 
-from ..conftest import DemoRun
 from ..made_results import make_result
 
+TINY = DemoSize("tiny", 120, 80, 40, seeds=1, epochs=24, max_loss=0.2)
+RUN = f"""
+import sys
+from pathlib import Path
+from rich.console import Console
+from ospruner.demo.demo import DemoSize, run_demo
+run_demo(Path(sys.argv[1]), {TINY}, 0, Console(width=80))
+"""
 
-def test_it_goes_on_where_it_was_killed(
-    demo_run: DemoRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a demo, and what it printed; once for all of pytest-xdist's workers."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    out, printed = root / "demo", root / "demo.txt"
+    with FileLock(root / "demo.lock"):
+        if not printed.is_file():
+            command = [sys.executable, "-c", RUN, str(out)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            printed.write_text(done.stdout + done.stderr, "utf-8")
+    return out, printed.read_text("utf-8")
+
+
+def test_nothing_is_labelled_or_trained_again(
+    demo_run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(demo_run.shards) == 3, "labels of each split stood there when it was killed"
-    for path, content in demo_run.shards.items():
-        assert path.read_bytes() == content, "labels were made again"
-    # And where the round had ended: nothing is labelled or trained again.
-    out = shutil.copytree(demo_run.folder, tmp_path / "again")
+    out = shutil.copytree(demo_run[0], tmp_path / "again")
     record = record_of(out)
     monkeypatch.setattr(Workers, "run", None)
-    found = run_demo(out, DemoSize(**record["size"]), 0, Console(quiet=True))
-    before = Results.read(demo_run.folder / "report" / "results.json")
-    assert found.frame.equals(before.frame)
+    found = run_demo(out, TINY, 0, Console(quiet=True))
+    assert found.frame.equals(Results.read(demo_run[0] / "report" / "results.json").frame)
     assert record_of(out)["rounds"] == record["rounds"]
 
 
-def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
-    out, said = demo_run.folder, " ".join(demo_run.printed.split())
-    size = DemoSize(**record_of(out)["size"])
+def test_prints_and_writes_what_it_found(demo_run: tuple[Path, str]) -> None:
+    (out, printed), size = demo_run, TINY
+    said = " ".join(printed.split())
     # A name may be broken over two lines of its column.
     for words in ("accuracy %", "hindsight", "best fixed", "stop_policy=True", "test answers"):
-        assert words in demo_run.printed
+        assert words in printed
     found = Results.read(out / "report" / "results.json")
     rules = found.rules
     full = rules.iloc[0]
@@ -99,16 +124,16 @@ def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
     assert (promise["max_loss"], promise["problems"]) == (size.max_loss, size.validation)
     assert promise["tokens_saved"] == one["saved"] > 0
     assert found.about["promise"] == one["promise"]
-    assert "(promise)" in demo_run.printed
+    assert "(promise)" in printed
     assert f"{100 * size.max_loss:.1f} points" in card
     assert (out / "report" / "report.md").is_file()
     for picture in ("curve.png", "policy/pareto.png", "report/pareto.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_policy_was_used_in_a_fresh_process(demo_run: DemoRun) -> None:
-    out = demo_run.folder
-    rows = json.loads((out / "side_by_side.json").read_text())
+def test_the_saved_policy_was_used(demo_run: tuple[Path, str]) -> None:
+    out, printed = demo_run
+    rows = json.loads((out / "side_by_side.json").read_text())["rows"]
     assert len(rows) == 3
     for row in rows:
         off, on = row["off"], row["on"]
@@ -116,26 +141,16 @@ def test_the_policy_was_used_in_a_fresh_process(demo_run: DemoRun) -> None:
         assert off["thinking"].startswith(on["thinking"]), "rows differ before the stop"
         assert "boxed{" in on["answer"]
     assert any(row["on"]["thinking_tokens"] < row["off"]["thinking_tokens"] for row in rows)
-    words = re.findall(r"\((?:right|wrong)\)", demo_run.printed)
+    words = re.findall(r"\((?:right|wrong)\)", printed)
     assert len(words) == 6, "told in words, not by colour"
     assert len({row["content"] for row in rows}) == 3
     assert "OS-Pruner demo policy" in (out / "policy" / "README.md").read_text()
     assert all(check.ok for check in verify(str(out / "policy")))
 
 
-def test_splits_share_no_problem(demo_run: DemoRun) -> None:
-    problems = [
-        set(load_labels(demo_run.folder / "labels" / split).traces["problem_id"])
-        for split in ("train", "validation", "test")
-    ]
-    size = record_of(demo_run.folder)["size"]
-    assert [len(one) for one in problems] == [size["train"], size["validation"], size["test"]]
-    assert len(set.union(*problems)) == sum(map(len, problems))
-
-
-def test_what_is_not_this_run_is_refused(demo_run: DemoRun, tmp_path: Path) -> None:
+def test_what_is_not_this_run_is_refused(demo_run: tuple[Path, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds another run .size: "):
-        run_demo(demo_run.folder, STANDARD, 0, Console(quiet=True))
+        run_demo(demo_run[0], STANDARD, 0, Console(quiet=True))
     (tmp_path / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match="holds another run's files .thesis"):
         run_demo(tmp_path, QUICK, 0, Console(quiet=True))

@@ -10,8 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from huggingface_hub import RepoCard
 
 from ..served_app import ServedApp
@@ -27,7 +26,6 @@ from ..served_app import ServedApp
 NOW = datetime(2026, 11, 21, tzinfo=UTC).isoformat().replace("+00:00", ".000Z")
 LFS_SUFFIXES = (".safetensors", ".parquet", ".png", ".bin", ".gz")  # as in .gitattributes
 TOKEN = "hf_" + "LocalHubTestToken" * 2
-CHUNK = 1 << 14
 KINDS = {"models": "model", "datasets": "dataset"}
 FOLDERS = {"model": "", "dataset": "datasets/"}
 
@@ -84,7 +82,6 @@ class Repo:
     kind: str  # "model" or "dataset"
     id: str
     private: bool = False
-    gated: bool = False
     commits: dict[str, Commit] = field(default_factory=dict)
     lfs: dict[str, bytes] = field(default_factory=dict)  # uploaded, by sha256
 
@@ -114,7 +111,7 @@ class Repo:
             "id": self.id,
             "sha": commit.oid,
             "private": self.private,
-            "gated": "auto" if self.gated else False,
+            "gated": False,
             "disabled": False,
             "downloads": 0,
             "likes": 0,
@@ -139,12 +136,12 @@ class HubError(Exception):
 class Cut:
     """A connection to break: of the first `times` requests that match.
 
-    `after_bytes` of the answer; None: the request itself is lost; -1: the whole answer is.
+    The request itself is lost; or, where `answer` is said, the answer to it.
     """
 
     method: str
     path: str  # a regular expression
-    after_bytes: int | None
+    answer: bool
     times: int
 
 
@@ -182,9 +179,9 @@ class LocalHub(ServedApp):
         repo.commit("add files", {**repo.head.files, **files})
         return repo
 
-    def cut(self, method: str, path: str, after_bytes: int | None = None, times: int = 1) -> None:
+    def cut(self, method: str, path: str, answer: bool = False, times: int = 1) -> None:
         """Breaks the next `times` connections of a method to a path; see `Cut`."""
-        self._cuts.append(Cut(method, path, after_bytes, times))
+        self._cuts.append(Cut(method, path, answer, times))
 
     def stop_cutting(self) -> None:
         self._cuts.clear()
@@ -196,16 +193,14 @@ class LocalHub(ServedApp):
                 return cut
         return None
 
-    def find(self, request: Request, kind: str = "", read: bool = False) -> Repo:
-        """The repository of a path, where this client may see it, or `read` its files."""
+    def find(self, request: Request, kind: str = "") -> Repo:
+        """The repository of a path, where this client may see it."""
         path = request.path_params
         kind, repo_id = kind or KINDS[path["kinds"]], f"{path['org']}/{path['name']}"
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         repo = self.repos.get((kind, repo_id))
         if repo is None or (repo.private and token != TOKEN):
             raise HubError(404 if token == TOKEN else 401, "RepoNotFound", "Repository not found")
-        if read and repo.gated and token != TOKEN:
-            raise HubError(403, "GatedRepo", "Access to this repository is restricted")
         return repo
 
     def commit_of(self, repo: Repo, revision: str) -> Commit:
@@ -238,21 +233,13 @@ def _application(hub: LocalHub) -> Any:
             await app(scope, receive, send)
             return
         transport = receive.__self__.transport  # uvicorn's, of this very connection
-        passed, most = 0, cut.after_bytes
-        if most is None:
-            transport.abort()
-            return
 
-        async def counted(message: Any) -> None:
-            nonlocal passed
-            passed += len(message.get("body", b""))
-            if passed > most:
-                transport.abort()
-                raise ConnectionAbortedError
-            await send(message)
+        async def lost(message: Any) -> None:
+            """The answer is not sent."""
 
-        with suppress(ConnectionAbortedError):
-            await app(scope, receive, counted)
+        if cut.answer:
+            await app(scope, receive, lost)
+        transport.abort()
 
     return with_cuts
 
@@ -339,7 +326,7 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
     async def tree(
         revision: str, request: Request, folder: str = "", recursive: bool = False
     ) -> Any:
-        repo = hub.find(request, read=True)
+        repo = hub.find(request)
         commit = hub.commit_of(repo, revision)
         entries = _below(commit, folder, recursive)
         if folder and not entries:
@@ -348,7 +335,7 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
 
     @app.post("/api/{kinds}/{org}/{name}/paths-info/{revision}")
     async def paths_info(revision: str, request: Request) -> Any:
-        repo = hub.find(request, read=True)
+        repo = hub.find(request)
         commit = hub.commit_of(repo, revision)
         asked = parse_qs((await request.body()).decode())["paths"]
         everything = {str(entry["path"]): entry for entry in _below(commit, "", True)}
@@ -401,25 +388,12 @@ def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
     @app.get(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
     @app.head(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
     async def resolve(revision: str, path: str, request: Request) -> Response:
-        repo = hub.find(request, kind, read=True)
+        repo = hub.find(request, kind)
         commit = hub.commit_of(repo, revision)
         file = commit.files.get(path)
         if file is None:
             found = {"X-Repo-Commit": commit.oid}
             raise HubError(404, "EntryNotFound", f"{path} does not exist", **found)
-        content, status = file.content, 200
-        headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
-        if asked:
-            start, end = int(asked[1]), int(asked[2] or len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            content, status = content[start : end + 1], 206
-        headers["Content-Length"] = str(len(content))
-
-        async def pieces() -> AsyncIterator[bytes]:
-            for start in range(0, len(content), CHUNK):
-                yield content[start : start + CHUNK]
-
-        if request.method == "HEAD":
-            return Response(None, status, headers)
-        return StreamingResponse(pieces(), status, headers)
+        headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit.oid}
+        headers["Content-Length"] = str(len(file.content))
+        return Response(None if request.method == "HEAD" else file.content, headers=headers)

@@ -17,7 +17,7 @@ USE = """
 import json, re, sys, torch
 from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoModel, AutoModelForCausalLM
-repo, attempts, result = sys.argv[1:]
+repo, result = sys.argv[1:]
 torch.manual_seed(0)
 shown = {}
 for block in re.findall(r"```python\\n(.*?)```", ModelCard.load(repo).text, re.DOTALL):
@@ -31,14 +31,6 @@ for auto in (AutoModel, AutoModelForCausalLM):
     out[auto.__name__] = [len(one) for one in ends]
 model.save_pretrained(f"{result}-again")
 assert "modeling_ospruner" not in sys.modules
-for name, revision in json.loads(attempts):
-    try:
-        AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, trust_remote_code=True, token=False
-        )
-        out[f"{name} {revision}"] = "it loaded"
-    except Exception as error:
-        out[f"{name} {revision}"] = f"{type(error).__name__}: {error}"
 open(result, "w").write(json.dumps(out))
 """
 
@@ -56,31 +48,12 @@ def published(hub: LocalHub, base_repo: Repo, policy_dir: Path, run: Run) -> Rep
 def test_a_stranger_uses_it_by_its_card(
     hub: LocalHub, published: Repo, stranger: Stranger, tmp_path: Path
 ) -> None:
-    """Both Auto classes, generate and custom_generate, though the download breaks off once.
-
-    What cannot be loaded is said.
-    """
+    """Both Auto classes, generate and custom_generate, on the base's commit that is pinned."""
     later = dict(hub.repos["model", "org/base"].head.files)
     later["model.safetensors"] = File(b"the base's branch has moved on", True)
     hub.repos["model", "org/base"].commit("another base", later)
-    whole = published.head.files["model.safetensors"].content
-    for name, content in {"torn": whole[:-100_000], "scrambled": b"\xff" * 8 + whole[8:]}.items():
-        copy = hub.repos["model", f"org/{name}"] = Repo("model", f"org/{name}")
-        copy.commit("x", {**published.head.files, "model.safetensors": File(content, True)})
-    closed = hub.repos["model", "org/closed"] = Repo("model", "org/closed", gated=True)
-    closed.commit("x", published.head.files)
-    says = {
-        "org/nowhere main": "is not a local folder and is not a valid model identifier",
-        "org/closed main": "gated repo",
-        "org/policy v9": "v9 is not a valid git identifier",
-        "org/torn main": "safetensor",
-        "org/scrambled main": "safetensor",
-    }
-    hub.cut("GET", "org/policy/resolve/.*/model.safetensors", after_bytes=300_000)
-    hub.requests.clear()
     result = tmp_path / "result.json"
-    attempts = json.dumps([attempt.split() for attempt in says])
-    stranger(USE, "org/policy", attempts, str(result))
+    stranger(USE, "org/policy", str(result))
     found = json.loads(result.read_text())
     again = {path.name for path in (tmp_path / "result.json-again").iterdir()}
     assert again >= {*FLAT_FILES, "model.safetensors"}, "saved by the repository's own code"
@@ -88,10 +61,6 @@ def test_a_stranger_uses_it_by_its_card(
     for auto in ("AutoModel", "AutoModelForCausalLM"):
         assert found[auto] == [len(one["stop_probabilities"]) for one in stored]
     assert {found["stop"], found["base_stop"]} <= {"policy", "natural"}
-    asked = [line for line in hub.requests if "policy/resolve" in line and "GET" in line]
-    assert sum(line.endswith("model.safetensors") for line in asked) == 2, "taken up again"
-    for attempt, words in says.items():
-        assert words in found[attempt] or words in found[attempt].lower()
 
 
 def test_verify_accepts_it_and_finds_what_was_changed(

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +13,11 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from ospruner.cli import app, commands
-from ospruner.cli.fields import Fields, LazyGroup, fields_of, whole_commands, with_fields
+from ospruner.cli.fields import Fields, LazyGroup, fields_of, with_fields
 from ospruner.doctor.examination import Diagnosis, Finding
 from ospruner.progress import PhaseBars
+
+from ..pages import whole_commands
 
 
 @dataclass
@@ -113,18 +114,6 @@ def test_there_are_few_commands_and_options() -> None:
         assert len(given) <= 19, name
         assert all(one.help for one in given), name
         assert inspect.cleandoc(found[name].help or "").endswith("."), name
-
-
-def test_an_error_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["ospruner", "verify", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        commands.main()
-    assert ended.value.code == 1
-    printed = capsys.readouterr().err
-    assert "Error: " in printed
-    assert "Traceback" not in printed
 
 
 def test_brackets_in_paths_and_names_are_printed_as_they_are() -> None:

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.cli.fields import whole_commands
 
 from ..conftest import Fuzzed
+from ..pages import whole_commands
 
 WORDS = [
     *("", " ", "-", "--", "0", "-1", "1e999", "nan", "inf", "NaN", "9" * 40, "null", "true"),

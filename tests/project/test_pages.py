@@ -10,9 +10,8 @@ import pytest
 
 import ospruner
 from ospruner.cli import app
-from ospruner.cli.fields import whole_commands
 
-from ..pages import commands
+from ..pages import commands, whole_commands
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted(

@@ -1,8 +1,7 @@
-"""Rules by name, by value, from a file of one's own and from an installed package."""
+"""Rules by name, by value, and from a file of one's own."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -110,19 +109,7 @@ def step_end(tokens: int) -> StepEnd:
     return StepEnd(0, 0, tokens, True, lambda most: answer, str, str, lambda: 0.1)
 
 
-class Growth:
-    """By how many tokens a step is longer than the row's longest before it."""
-
-    def __init__(self, least: int = 0) -> None:
-        self.longest, self.before = least, 0
-
-    def __call__(self, end: StepEnd) -> float:
-        own, self.before = end.thinking_tokens - self.before, end.thinking_tokens
-        grown, self.longest = own - self.longest, max(own, self.longest)
-        return grown
-
-
-def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
+def test_a_rule_is_a_function_or_a_generator(file: Path) -> None:
     ends = [step_end(tokens) for tokens in (10, 30, 35)]
 
     def sure(end: StepEnd) -> float:
@@ -134,7 +121,6 @@ def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
 
     for given, wanted in (
         (sure, [math.exp(-0.15)] * 3),
-        (Growth, [10, 10, -15]),
         (counted, [0, 1, 2]),
     ):
         family = Family.of(given)
@@ -143,7 +129,6 @@ def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
         assert list(family(0.5).measure(ends)) == pytest.approx(wanted)  # each row begins anew
         decide = family(0.5).for_row()
         assert [decide(end) for end in ends] == [(one >= 0.5, one) for one in wanted]
-    assert list(Family.of(Growth)(1, least=15).measure(ends)) == [-5, 5, -15]
     assert Family.of(sure)(0.5).asks == {"trial_answer", "text", "thinking_entropy"}
     half = parse_rule(f"{file}:halves:.5")
     assert isinstance(half, StopRule)
@@ -154,23 +139,6 @@ def test_a_rule_is_a_function_a_class_or_a_generator(file: Path) -> None:
     assert short(2).asks == frozenset({"trial_answer"})
     with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
-
-
-def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point(importlib.metadata.EntryPoint):
-        def load(self) -> object:
-            return parse_rule(f"{file}:SHORT")
-
-    def points(*, group: str) -> list[Point]:
-        assert group == "ospruner_rules"
-        return [Point("short", "somewhere:SHORT", group)]
-
-    monkeypatch.setattr(families, "entry_points", points)
-    rule = parse_rule("short:2")
-    assert isinstance(rule, StopRule)
-    assert rule.method == "short answer"
-    with pytest.raises(ValueError, match="rule 'shrt:2' is not known.*installed: short"):
-        parse_rule("shrt:2")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
-from ospruner.cli.fields import whole_commands
 from ospruner.serving.requests import (
     CONTROL,
     DIAL,
@@ -17,6 +16,8 @@ from ospruner.serving.requests import (
     translated,
 )
 from ospruner.serving.vllm import vllm_server
+
+from ..pages import whole_commands
 
 ALL_ON = {"stop_policy": True}
 HALF = {"stop_mode": "threshold", "stop_threshold": 0.5, "max_thinking_tokens": 100}
