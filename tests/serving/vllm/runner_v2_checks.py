@@ -41,8 +41,9 @@ test_limits = plugin_checks.test_limits_and_stop_strings_end_requests_as_ever
 test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alone
 test_grammars = plugin_checks.test_a_grammar_governs_the_answer_of_a_pruned_thinking
 test_answers = plugin_checks.test_a_request_under_way_answers_when_it_is_told
-test_prices = price_checks.test_it_is_served_at_the_prices_of_server_and_requests
 test_closed = plugin_checks.test_a_prompt_that_closed_its_thinking_is_left_alone
+# From here on each starts an engine of its own, which ends the one before.
+test_prices = price_checks.test_it_is_served_at_the_prices_of_server_and_requests
 
 
 def test_a_hybrid(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
