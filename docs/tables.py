@@ -327,10 +327,10 @@ def tails(file: Content) -> str:
 
 def claims(file: Content) -> str:
     """For how many seeds each of the demo's claims held."""
-    found = file["seeds"]
-    frame = pd.DataFrame(found).T  # a row a seed
-    rows = [[str(name), f"{held.sum()} of {held.count()}"] for name, held in frame.items()]
-    rows.append(["all of them", f"{file['all']} of {len(found)}"])
+    seeds = {seed: pd.DataFrame(told).set_index("claim") for seed, told in file["seeds"].items()}
+    held = pd.DataFrame({seed: told["holds"] for seed, told in seeds.items()})
+    rows = [[str(name), f"{one.sum()} of {one.count()}"] for name, one in held.iterrows()]
+    rows.append(["all of them", f"{held.all().sum()} of {len(seeds)}"])
     return markdown_table(["claim", "seeds"], rows)
 
 
