@@ -104,7 +104,8 @@ def check_grader() -> None:
     )
     for reference, answer, expected in _KNOWN:
         try:
-            said = _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
+            # A machine that is busy is not broken: nothing here takes long by itself.
+            said = _POOL.compare(reference, answer, 12 * TIME_LIMIT_SECONDS)
         except RuntimeError as error:
             raise ValueError(f"{error}: {way_out}") from error
         if said.correct is not expected:
