@@ -231,7 +231,7 @@ def load_tokenizer(path: str, config: OSPrunerConfig, hub: Mapping[str, Any]) ->
             # Without the configuration, it would ask on the terminal whether to run this very code.
             tokenizer = AutoTokenizer.from_pretrained(path, config=config, **hub)
         except ValueError as error:
-            said = f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
+            said = f"the tokenizer of {path!r} cannot be read ({error}): copy it again"
             raise ValueError(said) from error
         _TOKENIZERS[key] = tokenizer
     return tokenizer

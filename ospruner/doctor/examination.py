@@ -208,9 +208,14 @@ def _skeleton(
         layers = base.config.get_text_config().num_hidden_layers
         check_decoder(base)
         StoppingPolicy(base, min(2, layers))
-    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except ValueError as error:
         advice = "choose another base: no policy can be made for this one"
         found.append(Finding("architecture", f"{name}: {error}", "wrong", advice))
+        return config
+    except (TypeError, AttributeError, NotImplementedError) as error:  # of its own code, or of ours
+        value = f"{name}: its tail cannot be built: {type(error).__name__}: {error}"
+        advice = "choose another base; if transformers runs this one, report this line"
+        found.append(Finding("architecture", value, "wrong", advice))
         return config
     found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
     try:

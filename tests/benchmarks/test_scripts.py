@@ -1,5 +1,6 @@
 """The benchmarks do what they say, on little; their numbers are not looked at."""
 
+import gzip
 import importlib.util
 import io
 import json
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from modeling_ospruner import TokenFormat
 from ospruner.demo import demo
 from ospruner.demo.examples import batches_by_length, draw_examples
 from ospruner.demo.fallible_reasoner import SECOND_CYCLE
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import FAMILIES
 from ospruner.scoring import stop_logits
 from ospruner.train.untrained import untrained
@@ -81,6 +84,21 @@ def test_labels(run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["same_answers"] >= 0.95
     assert math.isfinite(found["speedup_over_reencode"])
     assert "computed_over_unique_vllm           not installed" in printed
+
+
+def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:
+    file = repo_dir / "benchmarks" / "trace_shapes.json"
+    shapes = json.loads(file.read_text("utf-8"))["traces"]
+    tokenizer = AutoTokenizer.from_pretrained(
+        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
+    )
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt", encoding="utf-8") as lines:
+        reasoning = {row["id"]: row["reasoning"] for row in map(json.loads, lines)}
+    assert len(shapes) == 10
+    for shape in shapes:
+        ids = tokenizer.encode(reasoning[shape["id"]], add_special_tokens=False)
+        assert (len(ids), fmt.step_ends(ids)) == (shape["tokens"], shape["step_ends"])
 
 
 def test_train(run_script: RunScript) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ospruner.cli import app
 from ospruner.demo import REASONER
+from ospruner.doctor import examination
 from ospruner.doctor.examination import Diagnosis, examine
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.problems.task import Math
@@ -78,6 +79,20 @@ def test_a_broken_base(base: Path, damage: Change, name: str, said: str) -> None
     assert name in found
     assert said in found[name].value
     assert found[name].advice
+
+
+def test_what_no_refusal_foresees_is_told_by_its_kind(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a fault of ours: it is no verdict on the base."""
+
+    def broken(*_: Any) -> None:
+        raise AttributeError("no such part")
+
+    monkeypatch.setattr(examination, "check_decoder", broken)
+    (found,) = examine(str(base)).wrong
+    assert "AttributeError: no such part" in found.value
+    assert "report" in found.advice
 
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}

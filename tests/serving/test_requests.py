@@ -10,6 +10,7 @@ from ospruner.serving.requests import (
     CONTROL,
     DIAL,
     ID,
+    KEYS,
     OF_SERVERS,
     ON,
     StopRequest,
@@ -285,7 +286,27 @@ def test_what_a_request_alone_may_say(key: str) -> None:
         StopRequest({key: 2}, server=True)
 
 
-def test_what_else_is_said_beside_settings() -> None:
+REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
+    "stop_mode": ({}, "sample"),
+    "stop_threshold": ({}, 0.25),
+    "stop_price": ({}, 1e-4),
+    "stop_seed": ({}, 3),
+    "stop_sample_index": ({"stop_seed": 3}, 2),
+    "stop_answer": ({}, "tools"),
+    "stop_answer_sample": ({}, True),
+    "min_thinking_tokens": ({}, 7),
+    "max_thinking_tokens": ({}, 70),
+    "max_answer_tokens": ({}, 9),
+}
+
+
+def test_every_key_of_a_request_changes_something() -> None:
+    assert list(REQUESTED) == [key for key in KEYS if key not in OF_SERVERS]
+    for key, (others, value) in REQUESTED.items():
+        with_it = settings({ON: True, **others, key: value})
+        assert with_it is not None
+        assert with_it != settings({ON: True, **others}), key
+        assert vars(with_it)[KEYS[key]] == value
     assert StopRequest({ID: "a"}).name == "a"
     assert StopRequest({CONTROL: 0.5}, server=True).control == 0.5
     assert StopRequest({"stopwatch": 1, "others": 2}).fields == {}  # other people's

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
 
 from ...chats import prompts_of
@@ -165,6 +167,24 @@ def test_streams_give_the_same_and_the_record_at_the_end(
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"][RECORD] == whole["meta_info"][RECORD]
     assert not any(RECORD in chunk["meta_info"] for chunk in chunks[:-1])
+
+
+def test_the_tokens_are_those_of_generate(
+    url: str, model: OSPrunerForCausalLM, prompts: list[list[int]]
+) -> None:
+    extras = [{"stop_seed": 11, "stop_sample_index": i} for i in range(4)]
+    answers = ask(url, prompts[:4], extras, max_new_tokens=400)
+    stopped = 0
+    for prompt, extra, answer in zip(prompts, extras, answers, strict=False):
+        settings = StopRequest(extra).settings(StopRequest(None))
+        wanted = model.generate(
+            torch.tensor([prompt]), stop_policy=settings, max_new_tokens=400, do_sample=False
+        )[0, len(prompt) :].tolist()
+        ids = answer["output_ids"]
+        assert ids[: len(wanted)] == wanted
+        assert len(ids) <= len(wanted) + 1  # after a box that ends the text there
+        stopped += answer["meta_info"][RECORD][0]["reason"] == "policy"
+    assert stopped > 0
 
 
 def test_several_texts_of_one_prompt_stop_on_their_own(
