@@ -12,6 +12,8 @@ from modeling_ospruner.configuration_ospruner import check_choice, check_integer
 
 MATH_TASK: dict[str, Any] = {"name": "math"}
 """The settings of mathematics: the task of labels and policies that name none."""
+FREE_ANSWER_TOKENS = 512
+"""The cap on an answer that the model writes freely, unless another is said."""
 
 
 @dataclass(frozen=True, kw_only=True)

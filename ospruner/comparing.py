@@ -34,7 +34,7 @@ from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, evaluate_online, labelled_problems
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.recorded import Method, Recorded
-from ospruner.eval.schema import LabelSettings
+from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, Step, StopRule, is_rule, parse_rule
@@ -230,6 +230,7 @@ def compare(
     samples: int = 16,
     seed: int = 0,
     batch_problems: int = 1,
+    answer: str | None = None,
     out: str | Path | None = None,
 ) -> Report:
     """Compares policies and rules on labels: exactly, without generating, or online.
@@ -273,6 +274,8 @@ def compare(
         samples: traces generated for each problem.
         seed: of their sampling and of the policies' draws.
         batch_problems: problems generated in one batch; with 1 times are exact.
+        answer: "forced", or "free", of at most 512 tokens, where the report counts who thinks on
+            after the cut; online alone. None for the labels' own.
         out: folder in which finished batches are kept; a stopped run goes on from there.
 
     Raises:
@@ -285,6 +288,8 @@ def compare(
         raise ValueError(f"limit is {limit}; it must be at least 1")
     if online and choose_on is not None:
         raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
+    if answer is not None and not online:
+        raise ValueError(f"answer is {answer!r}: labels hold theirs; it goes with online")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
     ours = Judged(labels, base, limit=None if online else limit, **more)
     wanted = _methods(methods, prices, choose_on is not None, ours.split)
@@ -303,6 +308,10 @@ def compare(
         taken = [_generated(one) for one in wanted]
         task = open_task(settings.task)
         task.check()
+        if answer not in (None, settings.answer):
+            cap = FREE_ANSWER_TOKENS if answer == "free" else task.max_answer_tokens
+            kind: Any = answer  # checked there
+            settings = dataclasses.replace(settings, answer=kind, max_answer_tokens=cap)
         generator = Generator(ours.model, ours.tokenizer, ours.token_format, task, settings)
         report = evaluate_online(
             labelled_problems(ours.traces, limit),

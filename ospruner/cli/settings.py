@@ -35,6 +35,7 @@ class Comparing:
     states: str | None = _opt(_STATES)
     limit: int | None = _opt("Only the first N traces; problems with --online.")
     batch_problems: int = _opt("Problems in one batch of --online.", 1)
+    answer: str | None = _opt("With --online: forced or free; default: the labels'.")
     model: str | None = _opt("What tables call the base.")
     benchmark: str | None = _opt("What tables call the problems.")
     rewards_at: str = _opt("Prices of a token for rewards and gaps: 5e-4,1e-4.", "")

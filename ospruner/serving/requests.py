@@ -302,10 +302,9 @@ class StopRequest:
         if not within:
             return {}
         found = within[-1]
-        if "price" in found:
-            bolder = found["price"] > (usual.price or 0)
-        else:
-            bolder = usual.threshold is not None and found["threshold"] < usual.threshold
+        # By price, and at equal prices by threshold; draws are as bold as can be.
+        price, threshold = usual.price or 0.0, usual.threshold or 0.0
+        bolder = (found.get("price", price), -found.get("threshold", 1.0)) > (price, -threshold)
         return found if bolder else {}
 
     def check_price(self, config: OSPrunerConfig) -> None:

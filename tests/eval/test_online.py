@@ -19,7 +19,7 @@ from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import comparing, rules
 from ospruner.cli import app
 from ospruner.comparing import Judged, compare
-from ospruner.demo.shipped import FORMAT, Reasoner, draw_split
+from ospruner.demo.shipped import FORMAT, MAX_ANSWER_TOKENS, Reasoner, draw_split
 from ospruner.eval.evaluation import Report
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.metrics import AesVariant
@@ -259,6 +259,22 @@ def test_free_answers_have_the_room_that_the_labels_give(
     np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
 
 
+def test_free_answers_on_labels_of_forced_ones(labelled: tuple[Path, Any]) -> None:
+    """Who thinks on after the cut is seen in free answers alone; labels mostly hold forced ones."""
+
+    def answers(how: str | None) -> tuple[str, int, int]:
+        """The answers' kind, their cap, and how many tokens were written after a cut."""
+        asked: dict[str, Any] = {"online": True, "samples": 1, "batch_problems": 5}
+        report = compare(labelled[0], ["budget:40"], answer=how, **asked)
+        settings = report.settings["label_settings"]
+        written = report.rules[1].outcome.answer_tokens.sum()
+        return settings["answer"], settings["max_answer_tokens"], int(written)
+
+    forced, free = answers(None), answers("free")
+    assert (forced[:2], free[:2]) == (("forced", MAX_ANSWER_TOKENS), ("free", 512))
+    assert free[2] > forced[2]
+
+
 def test_what_cannot_be_generated_is_refused_at_once(
     reasoner: Reasoner, use: PolicyUse, tmp_path: Path
 ) -> None:
@@ -271,6 +287,8 @@ def test_what_cannot_be_generated_is_refused_at_once(
         (rules.Deer, {}, "'deer' has no threshold; online needs one"),
         (use.path, {"choose_on": labels}, "online chooses nothing: leave out choose_on"),
         (use.path, {"limit": 0}, "limit is 0; it must be at least 1"),
+        (use.path, {"online": False, "answer": "free"}, "answer is 'free': labels hold theirs"),
+        (use.path, {"answer": "short"}, "answer is 'short'; it must be 'forced' or 'free'"),
         (str(other), {}, "is a policy for org/other at revision None, the traces"),
         (str(other), {}, "FlashThink's verifier is a second model"),
     ]
@@ -279,7 +297,7 @@ def test_what_cannot_be_generated_is_refused_at_once(
         config = own | {"base_model_name_or_path": base, "method": "flashthink"}
         (other / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
-            compare(labels, [method], online=True, out=out, **more)
+            compare(labels, [method], **{"online": True, "out": out, **more})
     assert not out.exists()
 
 

@@ -280,6 +280,26 @@ def test_a_budget_lowers_the_threshold_of_a_policy_of_one_price(
     assert keys.get("stop_threshold") == wanted
 
 
+@pytest.mark.parametrize(
+    ("budget", "threshold", "wanted"), [(150, 0.95, 0.6), (150, 0.5, None), (90, 0.95, 0.3)]
+)
+def test_a_budget_lowers_the_threshold_at_a_price_of_zero(
+    budget: int, threshold: float, wanted: float | None
+) -> None:
+    careful, bold = row(0.0, 120.0, threshold=0.6), row(0.0, 80.0, threshold=0.3)
+    policy = OSPrunerConfig(
+        head="price",
+        price_range=[5e-5, 1e-2],
+        price=0.0,
+        efforts={"low": bold, "high": careful},
+    )
+    on = StopRequest(ALL_ON | {"stop_price": 0.0, "stop_threshold": threshold}, server=True)
+    on.settle(policy)
+    _, keys = translated({"thinking_budget": budget}, "vllm_xargs", "", on, policy)
+    assert keys is not None
+    assert keys.get("stop_threshold") == wanted
+
+
 @pytest.mark.parametrize("key", ["stop_seed", "stop_sample_index", ID])
 def test_what_a_request_alone_may_say(key: str) -> None:
     with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):

@@ -29,7 +29,7 @@ from ospruner.eval.problems.problem import Columns, Problem
 from ospruner.eval.problems.registry import open_task, parse_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source, task_of
 from ospruner.eval.problems.task import Task
-from ospruner.eval.schema import LabelSettings
+from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
 from ospruner.formats import check_blanks, guess, named
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
@@ -150,7 +150,7 @@ class LabelConfig:
 
     def settings(self, task: Task, fmt: TokenFormat, imported: str = "") -> LabelSettings:
         """What the labels pin of it."""
-        cap = task.max_answer_tokens if self.answer == "forced" else 512
+        cap = task.max_answer_tokens if self.answer == "forced" else FREE_ANSWER_TOKENS
         return LabelSettings(
             base_model=self.base,
             base_revision=known_revision(self.base, self.revision),
