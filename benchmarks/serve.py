@@ -6,9 +6,9 @@
     python benchmarks/serve.py --host-time
 
 Two bases: the embedded reasoner, and random weights in 28 layers, which sample among 40 tokens, of
-which one ends a paragraph. Both engines run in this process, in turn, with 64 streams. The policy
-is on and never stops (the tokens are checked to be the same), or it stops early, by a budget.
-Ratios above 1 would be faster than plain vLLM.
+which one ends a paragraph, as 60 tokens without it do. Both engines run in this process, in turn,
+with 64 streams. The policy is on and never stops (the tokens are checked to be the same), or it
+stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 
 With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
 early by itself, as at a price.
@@ -25,7 +25,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ vllm_on_a_cpu()
 
 STREAMS = 64
 WARM_UP_STEPS = 4
+LONGEST_STEP = 60  # tokens, of the random base's paragraphs
 HOST_STREAMS, HOST_STEPS, HOST_ROUNDS = (1, 16, 64, 256), 500, 8
 
 
@@ -97,8 +98,11 @@ def random_case(
     folder: Path, requests: int, shape: str, tokens: int, seed: int, **built: Any
 ) -> Case:
     """Random weights of a shape; `built` is what `save_random` takes."""
+    fmt, draw = Reasoner().token_format, random.Random(seed)
+    # A paragraph that goes on for long ends, so that budgets stop rows at about the same time.
+    built["reasoning_format"] = replace(fmt.format, step_tokens=LONGEST_STEP)
     save_random(folder, shape_of(shape), 4096, seed, **built)
-    draw, words = random.Random(seed), words_of(Reasoner().token_format)
+    words = words_of(fmt)
     # As short beside the text as a problem is beside a reasoning model's thinking.
     prompts = [draw.choices(words[1:], k=max(1, tokens // 50)) for _ in range(requests)]
     sampling = {"temperature": 1.0, "logit_bias": dict.fromkeys(words, 100.0)}
