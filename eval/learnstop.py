@@ -83,7 +83,7 @@ def features_of(split: Split) -> FloatArray:
         for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
             bounds = pairwise([0, *row["step_ends"]])
             texts = [split.decode(row["trace_ids"][a:b]).lower() for a, b in bounds]
-            words[n, : len(texts)] = [any(word in text for word in REFLECTION) for text in texts]
+            words[n, : len(texts)] = [REFLECTION.search(text) is not None for text in texts]
         shares = np.cumsum(words, axis=1) / np.maximum(steps, 1)
         parts.append(np.where(table.mask, shares, 0.0))
     return np.concatenate([answers, np.stack(parts, axis=-1)], axis=-1)
