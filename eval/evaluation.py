@@ -281,16 +281,11 @@ class Report:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """A row for each rule and each limit; see `Results`."""
-        rows = [
-            {
-                "kind": kind,
-                **{name: getattr(rule, name) for name in FIRST["frame"][1:-1]},
-                "chosen": bool(rule.among),
-            }
-            for kind, rules in (("rule", self.rules), ("limit", self.limits))
-            for rule in rules
-        ]
-        frame = pd.DataFrame(rows).join(intervals(self._numbers))
+        everything, own = [*self.rules, *self.limits], FIRST["frame"][1:-1]
+        frame = pd.DataFrame({n: [getattr(rule, n) for rule in everything] for n in own})
+        frame["kind"] = ["rule"] * len(self.rules) + ["limit"] * len(self.limits)
+        frame["chosen"] = [bool(rule.among) for rule in everything]
+        frame = frame.join(intervals(self._numbers))
         counts = {"traces": len(self), "problems": len(np.unique(self.problem_index))}
         return frame_of(frame.assign(aes_label=self.variant.label, **counts, **self.marks))
 

@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 
 from ospruner import rules
-from ospruner.rules import (
-    FAMILIES,
-    Agreement,
-    Budget,
-    Deer,
-    Family,
-    StepEnd,
-    StopRule,
-    TrialAnswer,
-    families,
-    parse_rule,
-)
-from ospruner.rules.signals import Same
+from ospruner.rules import FAMILIES, Deer, Family, StepEnd, StopRule, families, parse_rule
+from ospruner.rules.signals import Same, TrialAnswer
 
 MINE = """
 from ospruner.rules import Family
@@ -69,34 +58,28 @@ def test_all_rules_have_examples() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("luck:3", "rule 'luck:3' is not known. Rules are written as budget:200"),
         ("deeer:3", "rule 'deeer:3' is not known; did you mean the rule 'deer'."),
-        ("budget:many", "'many' is no number"),
         ("budget:2.5", "'budget' takes a whole number, not 2.5"),
-        ("budget:0", "'budget': tokens is 0; it must lie in .1, "),
-        ("step:0", "'step': step is 0"),
         ("entropy:9", "'entropy': nats is 9; it must lie in .0, 2.99"),
-        ("confidence:2", "'confidence': threshold is 2"),
-        ("confidence:nan", "threshold is nan"),
-        ("agreement:1", "'agreement': answers is 1"),
-        ("es-cot:0", "'es-cot': jump is 0"),
         ("halt-cot:-1", "'halt-cot': bits is -1"),
-        ("refrain:1.5", "'refrain': threshold is 1.5"),
-        ("puma:2", "'puma': threshold is 2"),
+        (":MISSING:1", "defines no 'MISSING'; its families are SHORT"),
+        (":SHORT:many", "'many' is no number"),
+        (":NOTHING:1", "3 is no rule: give a function of a step's end that gives a number"),
     ],
 )
-def test_bad_rules_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_rule(text)
+def test_bad_rules_are_refused(file: Path, text: str, message: str) -> None:
+    """Further ones: tests/project/bad_inputs.txt."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        parse_rule(f"{file}{text}" if text.startswith(":") else text)
 
 
 def test_settings_are_checked() -> None:
     assert Deer(0.9).settings["trials"] == 10
     assert Deer(0.9, trials=3).settings["trials"] == 3
     with pytest.raises(TypeError, match="'budget' has no setting 'trials'; it has .."):
-        Budget(9, trials=3)
+        rules.Budget(9, trials=3)
     with pytest.raises(ValueError, match="'agreement': every_tokens is 0; it must be at least 1"):
-        Agreement(3, every_tokens=0)
+        rules.Agreement(3, every_tokens=0)
     words: Any = "Wait"
     with pytest.raises(TypeError, match="transition_words is 'Wait'; it must be a tuple of words"):
         Deer(0.9, transition_words=words)
@@ -119,10 +102,7 @@ def test_a_rule_is_a_function_or_a_generator(file: Path) -> None:
         for number, _ in enumerate(ends):
             yield number
 
-    for given, wanted in (
-        (sure, [math.exp(-0.15)] * 3),
-        (counted, [0, 1, 2]),
-    ):
+    for given, wanted in ((sure, [math.exp(-0.15)] * 3), (counted, [0, 1, 2])):
         family = Family.of(given)
         assert family.name == given.__name__
         assert list(family(0.5).measure(ends)) == pytest.approx(wanted)
@@ -139,20 +119,6 @@ def test_a_rule_is_a_function_or_a_generator(file: Path) -> None:
     assert short(2).asks == frozenset({"trial_answer"})
     with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
-
-
-@pytest.mark.parametrize(
-    ("ending", "message"),
-    [
-        (":MISSING:1", "defines no 'MISSING'; its families are SHORT"),
-        (":SHORT:-1", "'short': tokens is -1"),
-        (":SHORT:many", "'many' is no number"),
-        (":NOTHING:1", "3 is no rule: give a function of a step's end that gives a number"),
-    ],
-)
-def test_bad_rules_of_one_s_own_are_refused(file: Path, ending: str, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        parse_rule(f"{file}{ending}")
 
 
 def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:

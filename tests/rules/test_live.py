@@ -17,7 +17,7 @@ from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, Toke
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.rules import Agreement, AnswerEntropy, Budget, Family, StopRule, TrialConfidence
+from ospruner.rules import Agreement, Budget, Family, StopRule
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
 
@@ -175,40 +175,6 @@ def whole(reasoner: Reasoner) -> Solved:
     return solve(reasoner, Budget(10_000))
 
 
-RULES: dict[str, StopRule] = {
-    "entropy": AnswerEntropy(0.05),
-    "confidence": TrialConfidence(0.97),
-    "confidence before words": TrialConfidence(0.97, transition_words=("Let", "That")),
-    "agreement": Agreement(2),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_training_free_rules_shorten_the_reasoners_traces(
-    reasoner: Reasoner, whole: Solved, name: str
-) -> None:
-    """Each row is the whole trace up to its stop, and then the answer that was tried there."""
-    records, texts = solve(reasoner, RULES[name])
-    full, full_texts = whole
-    stopped = [i for i, record in enumerate(records) if record.reason == "policy"]
-    assert len(stopped) >= 4
-    tokens, full_tokens = (sum(r.thinking_tokens for r in rs) for rs in (records, full))
-    assert tokens + sum(r.probe_tokens for r in records) < full_tokens
-    suffix = reasoner.token_format.forced_suffix()
-    for i, record in enumerate(records):
-        kept = record.thinking_tokens
-        assert texts[i][:kept] == full_texts[i][:kept]
-        assert len(record.signals) == len(record.step_ends)
-        assert record.probabilities == []
-        measured = [signal for signal in record.signals if not math.isnan(signal)]
-        assert record.nan_steps == 0
-        assert (record.probe_tokens > 0) == bool(measured)
-        if i in stopped:
-            assert texts[i][kept : kept + len(suffix)] == suffix
-            assert not math.isnan(record.signals[-1])
-            assert "}" in reasoner.tokenizer.decode(texts[i][kept + len(suffix) :])
-
-
 def test_a_stopped_row_writes_its_trial_answer(reasoner: Reasoner) -> None:
     """What is forced after the stop is what was tried before it."""
     seen: list[tuple[int, int, TrialAnswer]] = []
@@ -256,25 +222,8 @@ def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner, whol
     assert len({round(h, 6) for row in found.values() for _, h in row}) > len(ends)
 
 
-def test_a_budget_needs_no_policy(reasoner: Reasoner, whole: Solved) -> None:
-    records, _ = solve(reasoner, Budget(40))
-    assert [r.reason for r in records].count("budget") >= 4
-    for record, full in zip(records, whole[0], strict=True):
-        ends = full.step_ends
-        expected = next((end for end in ends if end >= 40), full.thinking_tokens)
-        assert record.thinking_tokens == expected
-        assert record.probe_tokens == 0
-    limited, _ = solve(reasoner, {"rule": Budget(10_000), "max_thinking_tokens": 40})
-    assert [r.thinking_tokens for r in limited] == [r.thinking_tokens for r in records]
-
-
-def test_rules_and_the_learned_policys_settings_exclude_each_other(reasoner: Reasoner) -> None:
-    with pytest.raises(ValueError, match="stop_policy holds no rule"):
-        solve(reasoner, {"threshold": 0.5})
+def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="mode, threshold and price are the learned"):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
-    for wrong in ("entropy", Agreement):
-        with pytest.raises(TypeError, match="rule is .* it must be a RuleLike"):
-            StopPolicyConfig.of({"rule": wrong})
     assert StopPolicyConfig.of(Agreement(2)) == StopPolicyConfig(rule=Agreement(2))
     assert StopPolicyConfig(rule=Budget(5)).with_defaults(OSPrunerConfig()).mode is None
