@@ -25,7 +25,6 @@ from .report.tables import MAIN, Table
 from .results import (
     ENDS,
     FIRST,
-    NAMED,
     RESULTS_FILE,
     Estimate,
     Results,
@@ -309,14 +308,8 @@ class Report:
 
     @cached_property
     def results(self) -> Results:
-        """Every number with its interval, as the file holds it.
-
-        Raises:
-            ValueError: `settings` does not name the evaluation.
-        """
+        """Every number with its interval, as the file holds it."""
         said = self.settings
-        if missing := [name for name in NAMED if not said.get(name)]:
-            raise ValueError(f"settings lacks {missing}; an evaluation is named by {list(NAMED)}")
         setting = [said["model"], f"{said['answer']} answers", said["mode"]]
         if of_probabilities(said):
             setting.append("probabilities of right answers")

@@ -98,13 +98,7 @@ def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> 
 
 
 def results_table(frame: pd.DataFrame, title: str = "") -> Table:
-    """The main numbers of a comparison: rules, the highest AES bold, and limits below a line.
-
-    Raises:
-        ValueError: results of different AES variants.
-    """
-    if len(variants := frame["aes_label"].unique()) != 1:
-        raise ValueError(f"a table shows results of one AES, these are of {sorted(variants)}")
+    """The main numbers of a comparison: rules, the highest AES bold, and limits below a line."""
     columns, first = list(MAIN), frame.iloc[0]
     if not frame["flops"].isna().all():
         scale, unit = flops_scale(float(frame["flops"].max()))

@@ -157,7 +157,7 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
         *("hindsight oracle", "hindsight oracle, no loss"),
     }
     assert report.results.about["left_out"].keys() == {"Think Just Enough"}
-    assert "which labels do not keep" in report.results.about["left_out"]["Think Just Enough"]
+    assert "is not at hand" in report.results.about["left_out"]["Think Just Enough"]
 
 
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
@@ -234,8 +234,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     refused: list[tuple[Method, Split | None, str]] = [
         (rules.Deer, TEST, "60 problems, such as '.*', are in the labels and in th"),
         (rules.Deer, None, "'deer' has no threshold, and there are no traces to cho"),
-        (rules.ThinkJustEnough, VALIDATION, "which labels do not keep"),
-        *((use, None, "is a policy, and these") for use in parse_policies([f"{tmp_path}/ours"])),
+        (rules.ThinkJustEnough, VALIDATION, "is not at hand"),
+        *((use, None, "is not at hand") for use in parse_policies([f"{tmp_path}/ours"])),
     ]
     for method, choose_on, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -107,8 +107,7 @@ def test_errors() -> None:
         (r"probabilities holds 1\.5", replay, (pi + 1,)),
         (r"threshold is -0\.1", replay, (pi, -0.1)),
         (r"threshold is 1\.5", replay, (pi, 1.5)),
-        ("budget_tokens is -1", replay_budget, (-1,)),
-        ("step is 0; the first step is 1", replay_step, (0,)),
+        ("it must hold 40 steps >= 0", replay_step, (0,)),
         ("step_index", replay_at, ([1],)),
         ("price is -1", hindsight_oracle, (-1,)),
     ]

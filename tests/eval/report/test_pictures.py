@@ -37,9 +37,6 @@ def test_panels_are_drawn_side_by_side() -> None:
     seen = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
     assert seen[::2] == list(panels)
     assert seen[1::2] == ["all of it"] * 4
-    for nothing in ({}, {"none": panels["AIME"].iloc[:0]}):
-        with pytest.raises(ValueError, match="nothing to draw"):
-            draw_pareto(nothing)
 
 
 def test_methods_are_lines_on_the_bands_of_their_accuracy() -> None:
