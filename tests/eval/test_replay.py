@@ -127,16 +127,8 @@ def test_summarise_and_compare() -> None:
     base, result = summarise(rules, full, table.problem_index)
     assert (base["reduction"], base["reduction_low"], base["reduction_high"]) == (0, 0, 0)
     assert base["aes"] == 0
-    accuracy, tokens = early.accuracy, early.mean_tokens
-    expected = {
-        "accuracy": accuracy,
-        "tokens": tokens,
-        "reduction": 1 - tokens / full.mean_tokens,
-        "aes": float(AES_ABSOLUTE(accuracy, tokens, full.accuracy, full.mean_tokens)),
-    }
-    for name, value in expected.items():
+    for name in ("accuracy", "tokens", "reduction", "aes"):  # values: test_another_s_arithmetic
         number = Estimate.of(result, name)
-        assert number.value == pytest.approx(value)
         assert number.low < number.value < number.high
     assert (result.traces, result.problems) == (400, 200)
 
@@ -186,6 +178,7 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     outcome, whole = free.outcome, full.mean_tokens + full.answer_tokens.mean()
     spent = outcome.mean_tokens + outcome.answer_tokens.mean()
     assert one["reward@1e-2"] == pytest.approx(outcome.accuracy - 0.01 * spent)
+    assert one["total_reduction"] == pytest.approx(1 - spent / whole)
     scored = both_paid(outcome.accuracy, spent, full.accuracy, whole)
     assert one["aes"] == pytest.approx(float(scored))
     early = table.last > 0
@@ -294,17 +287,8 @@ def test_aes_rises_with_accuracy_and_falls_with_tokens(
     assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
 
 
-def test_bootstrap_resamples_whole_problems() -> None:
-    """Each problem's traces stay together: means are those of whole problems drawn with repeats."""
-    problem_index = np.array([0, 0, 0, 1])
-    values = np.array([[1.0], [1.0], [1.0], [0.0]])
-    whole, *means = bootstrap_means(values, problem_index, replicates=4000, seed=1)[:, 0]
-    assert whole == 0.75
-    assert {round(float(m), 9) for m in np.unique(means)} == {0.0, 0.75, 1.0}
-    assert np.mean([m == 0.75 for m in means]) == pytest.approx(0.5, abs=0.04)
-
-
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Which it does where problems are resampled with all their traces."""
     rng = np.random.default_rng(1)
     hits = 0
     for trial in range(200):

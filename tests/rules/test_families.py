@@ -46,6 +46,7 @@ def test_rules_by_name(text: str) -> None:
     name, _, number = text.partition(":")
     assert (rule.family, rule.threshold) == (FAMILIES[name], float(number))
     assert repr(rule) == text
+    assert rule.reason == ("budget" if name in ("budget", "step") else "policy")
     assert parse_rule(name) is FAMILIES[name]
 
 

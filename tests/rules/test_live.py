@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, TokenFormat
+from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.rules import Agreement, Budget, Family, StopRule
+from ospruner.rules import Agreement, Budget, Family, StepEnd, StopRule
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
 
@@ -42,16 +43,14 @@ def prompts(tokenizer: PreTrainedTokenizerFast, batch: int = 2) -> dict[str, tor
     )
 
 
-def asking(seen: list[tuple[int, int, TrialAnswer]], max_tokens: int, stop_at: int) -> StopRule:
-    """Tries an answer at each step end and keeps it; stops at the step `stop_at`."""
+def asking(seen: list[tuple[int, int, TrialAnswer]]) -> StopRule:
+    """Tries an answer at each step end and keeps it; never stops."""
 
-    def steps(ends: Iterator[Any], same: Any) -> Iterator[float]:
-        for end in ends:
-            answer = end.trial_answer(max_tokens)
-            seen.append((end.row, end.thinking_tokens, answer))
-            yield float(end.step)
+    def steps(end: StepEnd) -> float:
+        seen.append((end.row, end.thinking_tokens, end.trial_answer(6)))
+        return end.step
 
-    return Family("asking", steps, high=1e9, asks=frozenset({"trial_answer", "text"}))(stop_at)
+    return Family("asking", steps, high=1e9, asks=frozenset({"trial_answer", "text"}))(1e9)
 
 
 def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
@@ -110,10 +109,9 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
     plain = base.generate(**inputs, disable_compile=True, **how)
     plain_state = torch.get_rng_state()
     seen: list[tuple[int, int, TrialAnswer]] = []
-    rule = asking(seen, 6, 10**6)
     torch.manual_seed(5)
     asked, records = generate_with_rule(
-        base, tiny_tokenizer, rule, token_format=fmt, **inputs, **how
+        base, tiny_tokenizer, asking(seen), token_format=fmt, **inputs, **how
     )
     assert torch.equal(torch.get_rng_state(), plain_state)
     assert torch.equal(asked.sequences, plain.sequences)
@@ -147,65 +145,25 @@ def test_a_base_without_a_cache_of_keys_is_refused(
     inputs = prompts(tiny_tokenizer)
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
         generate_with_rule(
-            base, tiny_tokenizer, asking([], 6, 9), token_format=fmt, **inputs, max_new_tokens=3
+            base, tiny_tokenizer, asking([]), token_format=fmt, **inputs, max_new_tokens=3
         )
 
 
-Solved = tuple[list[StopRecord], list[list[int]]]  # records, and what was generated
-
-
-def solve(reasoner: Reasoner, rule: StopRule | dict[str, Any]) -> Solved:
-    """Greedy traces of six problems under a rule."""
-    inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
-    output, records = generate_with_rule(
-        reasoner.model,
-        reasoner.tokenizer,
-        rule,
-        token_format=reasoner.token_format,
-        **inputs,
-        max_new_tokens=160,
-        do_sample=False,
-    )
-    return records, output[:, inputs["input_ids"].shape[1] :].tolist()
-
-
-@pytest.fixture(scope="module")
-def whole(reasoner: Reasoner) -> Solved:
-    """What the reasoner writes when nothing stops it."""
-    return solve(reasoner, Budget(10_000))
-
-
-def test_a_stopped_row_writes_its_trial_answer(reasoner: Reasoner) -> None:
-    """What is forced after the stop is what was tried before it."""
-    seen: list[tuple[int, int, TrialAnswer]] = []
-    records, texts = solve(reasoner, {"rule": asking(seen, 8, 1), "max_answer_tokens": 8})
-    tried = {(row, end): answer.ids for row, end, answer in seen}
-    stopped = [row for row, record in enumerate(records) if record.reason == "policy"]
-    assert len(stopped) >= 4
-    for row in stopped:
-        record = records[row]
-        assert len(record.step_ends) == 2
-        ids = tried[row, record.step_ends[1]]
-        start = record.thinking_tokens + len(reasoner.token_format.forced_suffix())
-        assert ids == tuple(texts[row][start : start + len(ids)]) != ()
-
-
-def told(found: dict[int, list[tuple[str, float]]]) -> StopRule:
-    """Keeps what each row's step ends say of the thinking."""
-
-    def keep(ends: Iterator[Any], same: Any) -> Iterator[float]:
-        for end in ends:
-            found.setdefault(end.row, []).append((end.step_text(), end.thinking_entropy()))
-            yield math.nan
-
-    return Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
-
-
-def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner, whole: Solved) -> None:
+def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner) -> None:
     """As a pass over each whole text finds them."""
-    found: dict[int, list[tuple[str, float]]] = {}
-    records, texts = solve(reasoner, told(found))
-    assert texts == whole[1]
+    found: dict[int, list[tuple[str, float]]] = defaultdict(list)
+
+    def keep(end: StepEnd) -> float:
+        found[end.row].append((end.step_text(), end.thinking_entropy()))
+        return math.nan
+
+    rule = Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
+    inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
+    how: dict[str, Any] = {"token_format": reasoner.token_format, "do_sample": False}
+    output, records = generate_with_rule(
+        reasoner.model, reasoner.tokenizer, rule, **inputs, **how, max_new_tokens=160
+    )
+    texts = output[:, inputs["input_ids"].shape[1] :].tolist()
     ids = prompts_of(reasoner, 6)
     traces = [text[: r.step_ends[-1]] for text, r in zip(texts, records, strict=True)]
     ends = [r.step_ends for r in records]

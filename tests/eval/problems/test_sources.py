@@ -149,21 +149,14 @@ def test_numbers_are_what_json_wrote(tmp_path: Path) -> None:
         load_source(str(path))
 
 
-def test_a_benchmark_from_a_file_in_the_dataset_s_own_columns(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.parquet", HUB_ROWS["openai/gsm8k"])
-    loaded = load_source("gsm8k", files=[path])
-    assert [problem.answer for problem in loaded.problems] == ["2", "1234567"]
-    assert [problem.id for problem in loaded.problems] == ["train/0", "train/1"]
-
-
 def test_splits_that_are_none(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", [{"problem": "1?", "answer": "1"}])
+    path = write(tmp_path / "p.jsonl", [{"question": "1?", "answer": "So\n#### 1"}])
+    own = load_source("gsm8k", files=[path]).problems  # in the dataset's own columns
+    assert own == [Problem("p/0", "1?", "1")]
     with pytest.raises(ValueError, match=r"splits .* or a slice such as 'train\[:100\]', not 'tr"):
         load_source("gsm8k", split="train[1%:]")
     with pytest.raises(ValueError, match=r"gsm8k has 1 problems, and none of split 'train\[1:\]'"):
         load_source("gsm8k", files=[path], split="train[1:]")
-    with pytest.raises(ValueError, match="and none of split 'holdout'"):
-        load_source("deepscaler", files=[path], split="holdout")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +165,7 @@ def test_splits_that_are_none(tmp_path: Path) -> None:
         *(("Find $x$.", "find x"), ("a,\n\\[b = c\\]", "a $b=c$"), ("ﬁve ½", "five 1⁄2")),
         *((r"$\overline{r_1}$", r"$\overline{r}_1$"), (r"$\left( 1, 2 \right)$", "$(1,2)$")),
         *((r"Is \(\dfrac{1}{2}\,x\) big?", r"is $\frac{1}{2}x$ big?"), ("x≤3", r"$x\leq 3$")),
-        *(
-            ("1,234 cats", "1234 cats"),
-            (r"\frac12", r"\frac{1}{2}"),
-            ("3 × 4 − 1", r"$3\times4-1$"),
-        ),
+        *((r"\frac12", r"\frac{1}{2}"), ("3 × 4 − 1", r"$3\times4-1$"), ("1,234 c", "1234 c")),
     ],
 )
 def test_copies_have_one_text(one: str, other: str) -> None:
