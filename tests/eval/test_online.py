@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import comparing, rules
 from ospruner.cli import app
@@ -264,19 +265,18 @@ def test_what_cannot_be_generated_is_refused_at_once(
 ) -> None:
     labels = tmp_path / "labels"
     reasoner.label(draw_split("test", 2, 0), labels, seed=0)
-    out, own = tmp_path / "out", json.loads((Path(use.path) / "config.json").read_text())
-    other = tmp_path / "other"
-    other.mkdir()
+    out, other = tmp_path / "out", OSPrunerConfig.from_pretrained(use.path)
+    other.method = "flashthink"
+    other.save_pretrained(tmp_path / "verifier")
+    other.base_model_name_or_path = "org/other"
+    other.save_pretrained(tmp_path / "other")
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (rules.Deer, {}, "'deer' has no threshold; online needs one"),
         (use.path, {"choose_on": labels}, "online chooses nothing: leave out choose_on"),
-        (str(other), {}, "is a policy for org/other at revision None, the traces"),
-        (str(other), {}, "FlashThink's verifier is a second model"),
+        (tmp_path / "other", {}, "is a policy for org/other at revision None, the traces"),
+        (tmp_path / "verifier", {}, "FlashThink's verifier is a second model"),
     ]
     for method, more, message in refused:
-        base = "org/other" if "org/other" in message else own["base_model_name_or_path"]
-        config = own | {"base_model_name_or_path": base, "method": "flashthink"}
-        (other / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
             compare(labels, [method], online=True, out=out, **more)
     assert not out.exists()
