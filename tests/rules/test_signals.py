@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ospruner import rules
 from ospruner.eval.grading.boxed import equal
-from ospruner.rules import Family, StopRule, TrialAnswer
+from ospruner.rules import Family, StepEnd, StopRule, TrialAnswer
 
 
 @dataclass
 class End:
-    """A step end with what a rule may find there."""
+    """What a rule may find at the step ends of a row."""
 
     answers: Sequence[TrialAnswer] = ()
     texts: Sequence[str] = ()
@@ -24,35 +25,21 @@ class End:
     entropies: Sequence[float] = ()
     every: int = 10
     may_stop: bool = True
-    step: int = 0
     tried: list[int] = field(default_factory=list)
 
-    @property
-    def thinking_tokens(self) -> int:
-        return (self.step + 1) * self.every
+    def at(self, step: int) -> StepEnd:
+        def trial_answer(max_tokens: int) -> TrialAnswer:
+            self.tried.append(step)
+            return self.answers[step]
 
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
-        self.tried.append(self.step)
-        return self.answers[self.step]
-
-    def next_text(self) -> str:
-        return self.words[self.step]
-
-    def step_text(self) -> str:
-        return self.texts[self.step]
-
-    def thinking_entropy(self) -> float:
-        return self.entropies[self.step]
+        here = [partial(one.__getitem__, step) for one in (self.words, self.texts, self.entropies)]
+        return StepEnd(0, step, (step + 1) * self.every, self.may_stop, trial_answer, *here)
 
 
-def stops(rule: StopRule, end: Any, steps: int) -> list[int]:
+def stops(rule: StopRule, end: End, steps: int) -> list[int]:
     """At which steps, from 1, a rule would stop, were it never obeyed."""
-    decide, found = rule.for_row(), []
-    for step in range(steps):
-        end.step = step
-        if decide(end)[0]:
-            found.append(step + 1)
-    return found
+    decide = rule.for_row()
+    return [step + 1 for step in range(steps) if decide(end.at(step))[0]]
 
 
 def graded(one: str, other: str) -> bool:
@@ -85,9 +72,7 @@ def test_es_cot_stops_where_the_run_jumps() -> None:
     assert stops(rules.RunJump(3), end, len(answers)) == [11, 12, 13, 14, 15]
     # At step 4 the only earlier difference is 1: nothing to test, so the 2 alone decides.
     assert 4 in stops(rules.RunJump(2), end, len(answers))
-
-
-def test_es_cot_without_a_change_and_with_incomplete_answers() -> None:
+    # Without a change, and with incomplete answers.
     assert stops(rules.RunJump(3), End([said("7")] * 5), 5) == [3, 4, 5]
     broken = [said("7"), said("7"), said("7", ended="length"), said("7"), said("7")]
     assert stops(rules.RunJump(3), End(broken), 5) == []
@@ -104,8 +89,7 @@ def test_halt_cot_wants_two_entropies_in_a_row_below_theta() -> None:
 
 def test_deer_must_be_above_its_threshold_before_wait_and_tries_ten_times() -> None:
     words = ["So", " Wait", "Alternatively", "Wait", "Wait"]
-    sure = [0.99, 0.95, 0.99, 0.96, 0.94]
-    end = End([said("7", value) for value in sure], words=words)
+    end = End([said("7", value) for value in (0.99, 0.95, 0.99, 0.96, 0.94)], words=words)
     assert stops(rules.Deer(0.95), end, 5) == [4]
     assert end.tried == [1, 3, 4]
     later = [said("7", 0.5)] * 10 + [said("7", 0.99)] * 2

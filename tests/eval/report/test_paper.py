@@ -22,13 +22,10 @@ from ospruner.eval.results import Results
 from ..evaluations import make_results, save_comparison
 
 
-def test_table_1_follows_the_absolute_variant() -> None:
+def test_table_1_follows_the_absolute_variant_and_the_printed_definition_misses() -> None:
     scores = table_1_scores(AES_ABSOLUTE)
     assert len(scores) == 45 + 15  # averages are means of scores
     assert (scores["recomputed"] - scores["aes"]).abs().max() <= 0.0075
-
-
-def test_the_printed_definition_misses() -> None:
     scores = table_1_scores(AES_RELATIVE)
     off = (scores["recomputed"] - scores["aes"]).abs()
     assert (off > 0.0075).sum() > 25
@@ -50,8 +47,6 @@ def test_measured_stands_beside_published() -> None:
     free = with_published(make_results(answer="free")).iloc[0]
     assert (free["paper_length_tokens"], free["paper_answer_tokens"]) == (1443, 223)
 
-
-def test_models_and_benchmarks_that_the_paper_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="the paper has no model 'toy'; it has DeepSeek-R1"):
         with_published(make_results(model="toy"))
     with pytest.raises(ValueError, match="the paper has no benchmark 'GPQA'; it has GSM8K"):
@@ -65,11 +60,8 @@ def test_the_command_prints_both(tmp_path: Path) -> None:
     numbers = print_comparisons(tmp_path, console, paper=True)
     print_comparisons(tmp_path, console)
     assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "absolute, α=1, β=3, γ=5: 0.007" in text
-    assert "88.0" in text
-    assert "59.3" in text
-    assert "Each method at its best AES" in text
+    text, rows = console.file.getvalue(), ("absolute, α=1, β=3, γ=5: 0.007", "88.0", "59.3")
+    assert all(said in text for said in (*rows, "Each method at its best AES"))
     (one,) = json.loads(json.dumps(numbers))
     measured, told = Results.from_dict(one), one["about"]["published"]
     assert len(measured.rules) == len(told)
