@@ -48,18 +48,11 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_windows_are_read_from_the_configuration() -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 50,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    windowed = ModelWork.of_config(MistralConfig(**small, sliding_window=8))
-    assert [layer.window for layer in windowed.layers] == [8, 8]
-    whole = ModelWork.of_config(MistralConfig(**small, sliding_window=None))
-    assert [layer.window for layer in whole.layers] == [math.inf, math.inf]
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
+    small |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for window, wanted in ((8, 8), (None, math.inf)):
+        work = ModelWork.of_config(MistralConfig(**small, sliding_window=window))
+        assert [layer.window for layer in work.layers] == [wanted, wanted]
     # A head's width of its own: 2 heads of 32 numbers on a width of 16.
     wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
     assert wide.layers[0].attended == 4 * 2 * 32

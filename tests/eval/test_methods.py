@@ -28,11 +28,11 @@ def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more:
 
 def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path) -> None:
     ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
-    uses = parse_policies([str(ours), str(probe)])
-    assert (uses[0].method, uses[0].mode, uses[0].parameter) == ("OS-Pruner", "sample", 1e-4)
-    assert uses[0].parameter_name == "price"
-    assert [use.threshold for use in uses[1:]] == list(PAPER_THRESHOLDS)
-    assert {(use.method, use.mode) for use in uses[1:]} == {("probe", "threshold")}
+    first, *uses = parse_policies([str(ours), str(probe)])
+    told = (first.method, first.mode, first.parameter, first.parameter_name)
+    assert told == ("OS-Pruner", "sample", 1e-4, "price")
+    assert [use.threshold for use in uses] == list(PAPER_THRESHOLDS)
+    assert {(use.method, use.mode) for use in uses} == {("probe", "threshold")}
     # Both ways of deciding can be asked for.
     uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
     names = ["OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)"]

@@ -95,16 +95,8 @@ def test_trace_table() -> None:
     assert np.isnan(table.natural_correct).tolist() == [False, True, False]
     assert table.answer_tokens.tolist() == [[2, 2, 2], [2, 0, 0], [2, 2, 0]]
 
-    part = TraceTable.from_dataset(dataset.select([2, 1]))
-    assert part.problem_ids == ["p0", "p1"]
-    assert part.lengths.tolist() == [[4, 8], [4, 4]]
-
-
-def test_trace_table_errors() -> None:
-    row = label_row()
-    dataset = Dataset.from_list([row], features=FEATURES)
     ungraded, short = (
-        Dataset.from_list([row | {"forced_correct": grades}], features=FEATURES)
+        Dataset.from_list([label_row() | {"forced_correct": grades}], features=FEATURES)
         for grades in ([None] * 3, [1.0])
     )
     for refused, message in (

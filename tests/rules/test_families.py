@@ -34,8 +34,7 @@ def halves(end, most=100):
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_rules.py"
-    path.write_text(MINE)
+    (path := tmp_path / "my_rules.py").write_text(MINE)
     return path
 
 
@@ -122,10 +121,10 @@ def test_a_rule_is_a_function_or_a_generator(file: Path) -> None:
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
 
 
-def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no rule at .*absent.py"):
-        parse_rule(f"{tmp_path / 'absent.py'}:RULE:1")
-    broken = tmp_path / "broken.py"
-    broken.write_text("import nothing_of_this_name")
-    with pytest.raises(ValueError, match="broken.py cannot be run .ModuleNotFoundError"):
-        parse_rule(f"{broken}:RULE:1")
+def test_files_that_are_missing_or_broken_are_named(file: Path) -> None:
+    file.write_text("import nothing_of_this_name")
+    with pytest.raises(ValueError, match="my_rules.py cannot be run .ModuleNotFoundError"):
+        parse_rule(f"{file}:RULE:1")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no rule at .*my_rules.py"):
+        parse_rule(f"{file}:RULE:1")

@@ -33,22 +33,13 @@ HUB_ROWS: dict[str, list[dict[str, Any]]] = {
         {"question": "Much?", "answer": "So\n#### 1,234,567"},
     ],
     "HuggingFaceH4/MATH-500": [
-        {
-            "problem": "2+2?",
-            "solution": "...",
-            "answer": "4",
-            "subject": "Algebra",
-            "level": 1,
-            "unique_id": "test/algebra/7.json",
-        }
+        {"problem": "2+2?", "answer": "4", "subject": "Algebra", "unique_id": "test/algebra/7.json"}
     ],
     "HuggingFaceH4/aime_2024": [{"id": 60, "problem": "A?", "answer": "204", "year": "2024"}],
     "MathArena/aime_2025": [{"problem_idx": 1, "problem": "B?", "answer": 70}],
     "agentica-org/DeepScaleR-Preview-Dataset": [
-        {"problem": "C?", "answer": "5", "solution": "..."},
-        {"problem": "$C$ ?", "answer": "5", "solution": "a copy"},
-        {"problem": "D?", "answer": "", "solution": "..."},
-        {"problem": "E?", "answer": "x^2", "solution": "..."},
+        {"problem": problem, "answer": answer, "solution": "..."}
+        for problem, answer in (("C?", "5"), ("$C$ ?", "5"), ("D?", ""), ("E?", "x^2"))
     ],
 }
 EXPECTED = {
@@ -128,10 +119,7 @@ def test_files_with_a_column_mapping(tmp_path: Path, name: str) -> None:
 
 def test_rows_without_ids_are_named_by_their_text() -> None:
     """What rows are refused: tests/project/bad_inputs.txt."""
-    rows: list[dict[str, Any]] = [
-        {"problem": "1+1?", "answer": "2"},
-        {"problem": "2+2?", "answer": 4},
-    ]
+    rows: list[dict[str, Any]] = [{"problem": f"{n}+{n}?", "answer": f"{2 * n}"} for n in (1, 2)]
     found = problems_from_rows(Dataset.from_list(rows[:1]))
     assert found == [Problem(text_key("1+1?"), "1+1?", "2")]
     assert problems_from_rows(rows[::-1])[1] == found[0], "the place in the file changes nothing"
@@ -190,22 +178,16 @@ def test_other_problems_have_other_texts(one: str, other: str) -> None:
 def test_overlaps_are_dropped_and_named() -> None:
     problems = [Problem("a", "Find $x$.", "1"), Problem("b", "Find y", "2")]
     assert drop_overlaps(problems, [Problem("z", "find x", "1")]) == ([problems[1]], [("a", "z")])
-    assert drop_overlaps(problems, []) == (problems, [])
-
-
-def test_the_first_key_is_as_it_was() -> None:
-    """It names the held-out problems, and the ids of labels that were made with it."""
-    assert text_key_1("x ≤ 3, $y$") == text_key_1("x 3 y") != text_key_1("x 2 y")
-    assert text_key_1("What is $1 + 1$?") == "25238b47d8319a29"
 
 
 def test_problems_that_differ_in_a_sign_are_two(tmp_path: Path) -> None:
     texts = ["Is x ≤ 3?", "Is x ≥ 3?", "Is $x ≤ 3$ ?", "6 ÷ 2", "6 × 2"]
-    path = tmp_path / "problems.jsonl"
-    rows = [json.dumps({"problem": text, "answer": "1"}) for text in texts]
-    path.write_text("\n".join(rows))
-    loaded = load_source("deepscaler", files=[path])
+    rows = [{"problem": text, "answer": "1"} for text in texts]
+    loaded = load_source("deepscaler", files=[write(tmp_path / "problems.jsonl", rows)])
     assert [problem.problem for problem in loaded.problems] == [*texts[:2], *texts[3:]]
     first, second = (problem.id for problem in loaded.problems[:2])
     assert first == f"problems/{text_key_1(texts[0])}"  # as labels of old have it
     assert second == f"{first}-{text_key(texts[1])}"
+    # The first key names the held-out problems, too: it must be as it was.
+    assert text_key_1("x ≤ 3, $y$") == text_key_1("x 3 y") != text_key_1("x 2 y")
+    assert text_key_1("What is $1 + 1$?") == "25238b47d8319a29"
