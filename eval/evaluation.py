@@ -367,16 +367,16 @@ class Report:
         Of the traces, of the full traces' tokens, and of each rule's savings, None where it saves
         nothing. The hindsight oracle is right wherever a trace ever is.
         """
-        which = {"at_cap": self.full.truncated > 0}
+        full = self.full
+        which = {"at_cap": full.truncated > 0}
         oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
         if oracle is not None and not of_probabilities(self.settings):
             which["never_right"] = oracle.correct < 0.5
-        full = self.full.tokens
-        saved = {rule.name: full - rule.outcome.tokens for rule in self.rules[1:]}
+        saved = {rule.name: full.tokens - rule.outcome.tokens for rule in self.rules[1:]}
         return {
             name: {
                 "traces": float(rows.mean()),
-                "tokens": float(full[rows].sum() / full.sum()),
+                "tokens": float(full.tokens[rows].sum() / full.tokens.sum()),
                 "saved": {
                     of: float(one[rows].sum() / one.sum()) if one.sum() > 0 else None
                     for of, one in saved.items()

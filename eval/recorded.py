@@ -126,10 +126,11 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        splits = []
-        for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True):
-            if len(rows := whole.filter(pa.compute.equal(whole["split"], name))):
-                splits.append(_split(rows, configs, beside))
+        splits = [
+            _split(rows, configs, beside)
+            for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True)
+            if len(rows := whole.filter(pa.compute.equal(whole["split"], name)))
+        ]
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
             splits=splits,

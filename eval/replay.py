@@ -113,11 +113,8 @@ def stop_weights(
         ValueError: shapes differ, or a probability or the threshold is outside [0, 1].
     """
     pi = np.asarray(probabilities, np.float64)
-    if pi.shape != table.mask.shape:
-        raise ValueError(
-            f"probabilities has shape {pi.shape}; the table's traces and steps are "
-            f"{table.mask.shape}"
-        )
+    if pi.shape != (shape := table.mask.shape):
+        raise ValueError(f"probabilities has shape {pi.shape}; the traces and steps are {shape}")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}; it must lie in [0, 1]")
     steps, last = np.arange(pi.shape[1]), table.last[:, None]
@@ -131,8 +128,7 @@ def stop_weights(
     stops = np.nan_to_num(pi) if threshold is None else (pi >= threshold).astype(np.float64)
     stops[steps == last] = 1.0
     survival = np.cumprod(1.0 - stops, axis=1)
-    weights: FloatArray = np.concatenate([np.ones_like(stops[:, :1]), survival[:, :-1]], 1) * stops
-    return weights
+    return np.concatenate([np.ones_like(stops[:, :1]), survival[:, :-1]], 1) * stops
 
 
 def replay_at(
@@ -152,11 +148,9 @@ def replay_at(
     Raises:
         ValueError: a shape other than (N,), or a negative index.
     """
-    index = np.asarray(step_index)
-    if index.shape != (len(table),) or (index < 0).any():
-        raise ValueError(
-            f"step_index has shape {index.shape}; it must hold {len(table)} steps >= 0"
-        )
+    index, traces = np.asarray(step_index), len(table)
+    if index.shape != (traces,) or (index < 0).any():
+        raise ValueError(f"step_index has shape {index.shape}; it must hold {traces} steps >= 0")
     weights = np.arange(table.mask.shape[1]) == np.minimum(index, table.last)[:, None]
     return _outcome(table, weights, probe_tokens, probe_flops)
 

@@ -88,7 +88,7 @@ def outcome(
 ) -> Outcome:
     n = len(full)
     correct = (rng.random(n) < accuracy).astype(np.float64)
-    known = dict.fromkeys(("truncated", "probe_tokens", "rethought"), np.zeros(n))
+    known: dict[str, Any] = dict.fromkeys(("truncated", "probe_tokens", "rethought"), np.zeros(n))
     known |= dict.fromkeys(("answer_tokens", "stopped_answer"), np.full(n, 5.0))
     known["tokens"] = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n)
     return Outcome.against(full, correct=correct, stopped=np.ones(n), **known)

@@ -32,7 +32,8 @@ class End:
             self.tried.append(step)
             return self.answers[step]
 
-        here = [partial(one.__getitem__, step) for one in (self.words, self.texts, self.entropies)]
+        told: tuple[Any, ...] = (self.words, self.texts, self.entropies)
+        here = [partial(one.__getitem__, step) for one in told]
         return StepEnd(0, step, (step + 1) * self.every, self.may_stop, trial_answer, *here)
 
 
