@@ -100,10 +100,9 @@ def make_evaluation(
     answer: str = "forced",
     mode: str = "replay",
     seed: int = 0,
-    problems: int = 60,
 ) -> Report:
     rng = np.random.default_rng(seed)
-    right = (rng.random(2 * problems) < 0.8).astype(np.float64)
+    right = (rng.random(120) < 0.8).astype(np.float64)
     full = outcome(rng, 0.8, 400, right)
     nothing = np.zeros(len(right))
     full = replace(full, correct=right, helped=nothing, harmed=nothing)
@@ -123,7 +122,7 @@ def make_evaluation(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
         rules=[Rule(FULL, full), *made],
         limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
-        problem_index=np.repeat(np.arange(problems), 2),
+        problem_index=np.arange(120) // 2,
         natural_correct=right,
     )
 

@@ -31,11 +31,11 @@ def recomputed(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, float]]
     whole = pq.read_table(folder / "signals.parquet")
     policies = json.loads(whole.schema.metadata[b"ospruner"])["policies"]
     rows = [row for row in whole.to_pylist() if row["split"] == "test"]
-    full = measured(rows, ends)
+    full = measured(rows, at)
     for written in json.loads((folder / "results.json").read_text("utf-8"))["frame"]:
         method, value = written["method"], written["parameter"]
         stops = {
-            "full trace": ends,
+            "full trace": at,
             "fixed budget": lambda row: first(np.array(row["step_ends"]) >= value),  # noqa: B023
             "hindsight oracle": lambda row: at(row, int(np.argmax(row["forced_correct"]))),
         }
@@ -88,14 +88,9 @@ def first(stops: Any) -> Any:
     return np.eye(len(stops))[np.append(stops[:-1], True).argmax()]
 
 
-def at(row: dict[str, Any], place: int) -> Any:
-    """All weight on one step."""
+def at(row: dict[str, Any], place: int = -1) -> Any:
+    """All weight on one step; never stopping, on the last."""
     return np.eye(len(row["step_ends"]))[place]
-
-
-def ends(row: dict[str, Any]) -> Any:
-    """Never stopping."""
-    return at(row, -1)
 
 
 def measured(

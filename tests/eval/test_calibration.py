@@ -64,19 +64,15 @@ def drawn(n: int, seed: int) -> TraceTable:
 def test_the_whole_search_keeps_its_word() -> None:
     """A rule that draws: losses of any size, one of its settings exactly at the limit."""
     mixing = [1.0, 0.9, 0.7, 0.4]  # how often it stops at the end, from careful to bold
-    rates = (0.25, 0.05)  # of problems that stopping early harms and helps
-    truth = {share: (1 - share) * (rates[0] - rates[1]) for share in mixing}
+    truth = {share: (1 - share) * (0.25 - 0.05) for share in mixing}  # a quarter is harmed
     lost = []
     for seed in range(CALIBRATIONS):
-        draws = np.random.default_rng(seed)
-        u = draws.random(400)
-        late = draws.random(400) < 0.7
-        early = np.where(u < rates[0], False, np.where(u < sum(rates), True, late))
-        late = np.where(u < rates[0], True, np.where(u < sum(rates), False, late))
-        traces = graded(np.stack([early, late], axis=1).astype(float))
-        settings = [
-            (share, replay(traces, np.tile([1 - share, 0.0], (400, 1)))) for share in mixing
-        ]
+        u, right = np.random.default_rng(seed).random((2, 400))
+        early = np.where(u < 0.25, 0.0, np.where(u < 0.3, 1.0, right < 0.7))
+        late = np.where(u < 0.3, 1.0 - early, early)
+        traces = graded(np.stack([early, late], axis=1))
+        stops = [np.tile([1 - share, 0.0], (400, 1)) for share in mixing]
+        settings = [(s, replay(traces, one)) for s, one in zip(mixing, stops, strict=True)]
         found = calibrate(traces, settings, truth[0.7])
         assert (found.test, found.natural_accuracy) == ("betting", None)
         lost += [] if found.value is None else [truth[found.value]]
@@ -192,8 +188,7 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
     saved = np.array([1 - one.mean_tokens / full for _, one in settings])
     expected = forecast(lost, saved, 800, 0.05, LEVEL)
     found = []
-    for seed in range(200):
-        large = drawn(800, seed)
+    for large in (drawn(800, seed) for seed in range(200)):
         value = calibrate(large, candidates(large), 0.05).value
         found.append(0.0 if value is None else saved[3 - int(value)])
     assert expected == pytest.approx(np.mean(found), abs=0.1)

@@ -13,16 +13,10 @@ from ospruner.formats import DEEPSEEK_R1
 
 
 def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
-    config = OSPrunerConfig(
-        base_model_name_or_path="org/base",
-        base_revision="abc",
-        method=method,
-        price=penalty,
-        default_mode="sample" if method == "os-pruner" else "threshold",
-        reasoning_format=DEEPSEEK_R1.to_dict(),
-        **more,
-    )
-    config.save_pretrained(folder)
+    more |= {"base_model_name_or_path": "org/base", "base_revision": "abc", "price": penalty}
+    more |= {"reasoning_format": DEEPSEEK_R1.to_dict(), "method": method}
+    mode = "sample" if method == "os-pruner" else "threshold"
+    OSPrunerConfig(default_mode=mode, **more).save_pretrained(folder)
     return folder
 
 
@@ -35,16 +29,15 @@ def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path
     assert {(use.method, use.mode) for use in uses} == {("probe", "threshold")}
     # Both ways of deciding can be asked for.
     uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
-    names = ["OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)"]
-    assert [use.method for use in uses] == names
-    assert [use.threshold for use in uses] == [0.3, 0.5, None, None]
+    names = {"OS-Pruner (≥0.3)": 0.3, "OS-Pruner (≥0.5)": 0.5, "OS-Pruner": None}
+    assert {use.method: use.threshold for use in uses} == {**names, "probe (sampled)": None}
 
 
 def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
-    save(tmp_path / "run" / "price1e-4", penalty=1e-4)
-    save(tmp_path / "run" / "price5e-5", penalty=5e-5)
+    for price in (1e-4, 5e-5):
+        save(tmp_path / "run" / f"price{price}", penalty=price)
     (tmp_path / "run" / "logs").mkdir()
-    assert {use.parameter for use in parse_policies([str(tmp_path / "run")])} == {1e-4, 5e-5}
+    assert [use.parameter for use in parse_policies([str(tmp_path / "run")])] == [1e-4, 5e-5]
 
 
 def test_bad_policies_are_refused(tmp_path: Path) -> None:

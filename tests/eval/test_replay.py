@@ -254,11 +254,9 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
         return float(AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, *base))
 
     found = knowing_rules(validation, test)
-    for name, replayed, values in (
-        ("fixed budget", replay_budget, range(int(validation.lengths.max()) + 2)),
-        ("fixed step", replay_step, range(1, 10)),
-        ("fixed drop", replay_drop, range(1, 10)),
-    ):
+    tokens, steps = range(int(validation.lengths.max()) + 2), range(1, 10)
+    rows = (replay_budget, tokens), (replay_step, steps), (replay_drop, steps)
+    for name, (replayed, values) in zip(found, rows, strict=False):  # the oracle stands last
         rule, _ = choose(found[name], full, validation.problem_index)
         value = int(rule.parameter or 0)
         best = max(score(replayed(validation, one)) for one in values)

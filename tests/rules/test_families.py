@@ -51,8 +51,8 @@ def test_rules_by_name(text: str) -> None:
 
 def test_all_rules_have_examples() -> None:
     assert [one.partition(":")[0] for one in families.EXAMPLES.split(", ")] == list(FAMILIES)
-    public = [one for name in rules.__all__ if isinstance(one := getattr(rules, name), Family)]
-    assert {one.name for one in public} == set(FAMILIES)
+    public = (getattr(rules, name) for name in rules.__all__)
+    assert {one.name for one in public if isinstance(one, Family)} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +128,9 @@ def test_files_that_are_missing_or_broken_are_named(file: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"no rule at .*my_rules.py"):
         parse_rule(f"{file}:RULE:1")
+
+
+def test_the_page_shows_the_example(repo_dir: Path) -> None:
+    page = (repo_dir / "docs/own-rule.md").read_text("utf-8")
+    code = (repo_dir / "docs/examples/own_rule.py").read_text("utf-8").partition('"""\n\n')[2]
+    assert code.strip() in page

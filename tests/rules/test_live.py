@@ -27,20 +27,14 @@ from ..eval.evaluations import tabled
 from ..families import let_write_paragraphs, make_base
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
-NEW_TOKENS = 24
 
 
-def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """A tiny random base, which likes to end paragraphs and never ends its text."""
+def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, TokenFormat, Any]:
+    """A tiny random base, which likes to end paragraphs and never ends its text; two prompts."""
     base: Any = make_base(family, tokenizer, max_position_embeddings=512)
-    let_write_paragraphs(base, TokenFormat.compile(DEEPSEEK_R1, tokenizer), 10.0, -60.0)
-    return base
-
-
-def prompts(tokenizer: PreTrainedTokenizerFast, batch: int = 2) -> dict[str, torch.Tensor]:
-    return chat_batch(
-        tokenizer, ["Ann has 3 apples" + " and buys 4 more" * i for i in range(batch)]
-    )
+    fmt, asked = TokenFormat.compile(DEEPSEEK_R1, tokenizer), "Ann has 3 apples"
+    let_write_paragraphs(base, fmt, 10.0, -60.0)
+    return base, fmt, chat_batch(tokenizer, [asked, f"{asked} and buys 4 more"])
 
 
 def asking(seen: list[tuple[int, int, TrialAnswer]]) -> StopRule:
@@ -88,10 +82,9 @@ def answer_by_whole_passes(
     return ids, logprobs, entropy
 
 
-SLOW = ("qwen3_next", "gemma3_text")  # as gpt_oss and falcon_h1 here
 CASES = [  # the windows are shorter than any prompt: what such a layer holds has long been cut
     *("qwen2", "gpt_oss", "lfm2", "falcon_h1"),
-    *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_next", "gemma3_text")),
 ]
 
 
@@ -100,11 +93,9 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
     tiny_tokenizer: PreTrainedTokenizerFast, family: str
 ) -> None:
     """Cache, random state and texts are what they are without trial answers."""
-    base = writer(family, tiny_tokenizer)
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = prompts(tiny_tokenizer)
+    base, fmt, inputs = writer(family, tiny_tokenizer)
     assert (inputs["attention_mask"] == 0).any()
-    how = {**SAMPLED, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    how = {**SAMPLED, "max_new_tokens": 24, "return_dict_in_generate": True}
     torch.manual_seed(5)
     plain = base.generate(**inputs, disable_compile=True, **how)
     plain_state = torch.get_rng_state()
@@ -140,9 +131,7 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
 def test_a_base_without_a_cache_of_keys_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    base = writer("mamba", tiny_tokenizer)
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = prompts(tiny_tokenizer)
+    base, fmt, inputs = writer("mamba", tiny_tokenizer)
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
         generate_with_rule(
             base, tiny_tokenizer, asking([]), token_format=fmt, **inputs, max_new_tokens=3

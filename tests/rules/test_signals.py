@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ospruner import rules
 from ospruner.eval.grading.boxed import equal
-from ospruner.rules import Family, StepEnd, StopRule, TrialAnswer
+from ospruner.rules import StepEnd, StopRule, TrialAnswer, parse_rule
 
 
 @dataclass
@@ -155,20 +154,14 @@ def test_trial_answers_by_hand() -> None:
     assert stops(rules.Budget(21), End(), 4) == [3, 4]
 
 
+def test_the_documented_rule_wants_two_equal_and_sure_answers(repo_dir: Path) -> None:
+    rule = parse_rule(f"{repo_dir / 'docs/examples/own_rule.py'}:SURE_TWICE:0.9", graded)
+    assert isinstance(rule, StopRule)
+    answers = (("7", 0.95), ("7.0", 0.8), ("7", 0.95), ("7", 0.92), ("8", 0.99), ("", 1), ("", 1))
+    assert stops(rule, End([said(*one) for one in answers]), 7) == [4]
+
+
 def test_nothing_is_tried_before_a_row_may_stop() -> None:
     end = End([said("7")] * 3, may_stop=False)
     assert stops(rules.Agreement(2), end, 3) == []
     assert end.tried == []
-
-
-@pytest.mark.parametrize(
-    "family", [rules.Agreement, rules.Deer, rules.RunJump, rules.HaltCot, rules.Refrain, rules.Puma]
-)
-def test_rows_do_not_share_what_they_remember(family: Family) -> None:
-    """A second row of the same rule stops where the first did."""
-    texts = ["the answer is 7", "wait the answer is 7", "wait the answer is 7"] * 5
-    end = End([said("7", bits=0.1)] * 15, texts, ["Wait"] * 15)
-    rule = family(2 if family.whole else 0.5)
-    found = stops(rule, end, 15)
-    assert found
-    assert stops(rule, end, 15) == found

@@ -210,18 +210,13 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
 
 
 def test_command_line_knows_the_model(
-    policy: Policy,
-    tasks: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    policy: Policy, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--model", "ospruner", "--model_args"]
-    arguments += [f"policy={policy[1]},threshold=0.1", "--tasks", "ospruner_sums"]
-    arguments += ["--include_path", str(tasks), "--apply_chat_template", "--log_samples"]
-    arguments += ["--output_path", str(tmp_path), "--limit", "2"]  # nor a device
-    monkeypatch.setattr(sys, "argv", ["ospruner", "lm-eval", *arguments])
-    with contextlib.suppress(SystemExit):
+    text = f"""ospruner lm-eval --model ospruner --model_args policy={policy[1]},threshold=0.1
+    --tasks ospruner_sums --include_path {tasks} --apply_chat_template --log_samples --limit 2
+    --output_path {tmp_path}"""  # and no device
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(sys, "argv", text.split())
         main()
     out = capsys.readouterr().out
     assert "ospruner_sums" in out

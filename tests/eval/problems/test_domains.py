@@ -22,8 +22,7 @@ B = Problem("q", "Which?", "B")
 
 def test_mathematics_is_as_it_was() -> None:
     task = parse_task("math")
-    assert task.settings == {"name": "math"}
-    assert task.shape(DEEPSEEK_R1) == DEEPSEEK_R1
+    assert (task.settings, task.shape(DEEPSEEK_R1)) == ({"name": "math"}, DEEPSEEK_R1)
     assert task.message(B, DEEPSEEK_R1) == f"Which?\n\n{DEEPSEEK_R1.user_instruction}"
     half = Problem("h", "?", "0.5")
     asked = [(r"\frac{1}{2}", half), ("3", half), ("", half)]
@@ -88,12 +87,8 @@ def test_a_choice_knows_its_letters() -> None:
 
 
 def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
-    arc = {
-        "question": "Sky?",
-        "answerKey": "2",
-        "id": "a",
-        "choices": {"text": ["red", "blue"], "label": ["1", "2"]},
-    }
+    two = {"text": ["red", "blue"], "label": ["1", "2"]}
+    arc = {"question": "Sky?", "answerKey": "2", "id": "a", "choices": two}
     mmlu = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "id": "m"}
     path = tmp_path / "quiz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (arc, mmlu)))
@@ -107,19 +102,11 @@ def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
 
 
 def test_short_answers_are_normalised() -> None:
-    same = (
-        ("The Eiffel Tower.", "eiffel tower"),
-        (r"\text{blue}", "Blue"),
-        ("−3", "-3"),
-        ("a", "A"),
-    )
+    same = (("The Eiffel Tower.", "eiffel tower"), (r"\text{b}", "B"), ("−3", "-3"), ("a", "A"))
     other = (("3.5", "35"), ("-3", "3"), ("√2", "2"), ("x ≤ 3", "x ≥ 3"), ("5 €", "5 $"))
-    for right, pairs in (
-        (True, (*same, ("cat", "feline || cat"))),
-        (False, (*other, ("20 °C", "20 C"), ("dog", "cat"))),
-    ):
-        for said, wanted in pairs:
-            assert Exact().grade(said, Problem("x", "?", wanted)) is right, said
+    more = ("cat", "feline || cat"), ("20 °C", "20 C"), ("dog", "cat")
+    for number, (said, wanted) in enumerate((*same, *more, *other)):
+        assert Exact().grade(said, Problem("x", "?", wanted)) is (number < 5), said
 
 
 def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:

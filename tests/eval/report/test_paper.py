@@ -54,13 +54,12 @@ def test_measured_stands_beside_published() -> None:
 
 
 def test_the_command_prints_both(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=140, no_color=True)
+    console = Console(file=io.StringIO(), width=140, no_color=True, record=True)
     assert len(print_table_1(console)) == 60
     save_comparison(tmp_path / "e")
     numbers = print_comparisons(tmp_path, console, paper=True)
     print_comparisons(tmp_path, console)
-    assert isinstance(console.file, io.StringIO)
-    text, rows = console.file.getvalue(), ("absolute, α=1, β=3, γ=5: 0.007", "88.0", "59.3")
+    text, rows = console.export_text(), ("absolute, α=1, β=3, γ=5: 0.007", "88.0", "59.3")
     assert all(said in text for said in (*rows, "Each method at its best AES"))
     (one,) = json.loads(json.dumps(numbers))
     measured, told = Results.from_dict(one), one["about"]["published"]

@@ -21,10 +21,8 @@ from ..evaluations import make_evaluation, save_comparison
 
 
 def test_panels_are_drawn_side_by_side() -> None:
-    panels = {
-        name: make_evaluation(benchmark=name, seed=i).frame
-        for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other"))
-    }
+    names = ("GSM8K", "MATH-500", "AIME", "other")
+    panels = {name: make_evaluation(seed=i).frame for i, name in enumerate(names)}
     figure = draw_pareto(panels, "four")
     seen = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
     assert seen[::2] == list(panels)
@@ -66,11 +64,8 @@ def test_every_method_has_a_mark_of_its_own_alike_in_all_panels() -> None:
 def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
     """What a training run leaves, of ten steps a stage and a validation at every third."""
     told = {"accuracy": 0.6, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}
-    record = {
-        "settings": {"head": head},
-        "policies": {f"price{price}": {"price": price, **told} for price in prices},
-    }
-    write_checked(folder / "run.json", record)
+    policies = {f"price{price}": {"price": price, **told} for price in prices}
+    write_checked(folder / "run.json", {"settings": {"head": head}, "policies": policies})
     found = [
         {"step": step, "eval_price": 1e-3, "eval_accuracy": 0.5 + step / 100, "eval_tokens": 90.0}
         for step in range(3, 10 * len(prices), 3)

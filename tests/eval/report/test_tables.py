@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,13 +34,11 @@ RESULTS = [
 LIMITS = [make_result(name, 0.8, 50, kind="limit") for name in (ORACLE, f"{ORACLE}, no loss")]
 
 
-def lines_of(tables: Table | Sequence[Table]) -> list[str]:
+def lines_of(table: Table) -> list[str]:
     """What a terminal of 80 columns shows."""
-    console = Console(file=io.StringIO(), width=80, no_color=True)
-    for table in [tables] if isinstance(tables, Table) else tables:
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    console = Console(width=80, no_color=True, record=True, file=io.StringIO())
+    console.print(table)
+    lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
     return lines
@@ -67,12 +64,11 @@ def test_results_stand_in_80_columns_with_their_intervals() -> None:
     # One line a rule; ± is the wider half of an interval.
     parts = "fixed budget 110 tokens", "59.0 ±2.0", "110 ±5", "45.0 ±1.0", "0.42 ±0.07"
     assert all(part in row for part in parts)
-    for result in (*RESULTS, *LIMITS):
-        assert any(f"{result['method']} {result['setting']}".strip() in line for line in lines)
-    assert len(lines) <= len(RESULTS) + len(LIMITS) + 9
     text = " ".join(" ".join(lines).split())
-    assert "1,500 traces of 1,500 problems" in text
-    assert "AES absolute, α=1, β=3, γ=5" in text
+    names = [f"{one['method']} {one['setting']}".strip() for one in (*RESULTS, *LIMITS)]
+    caption = "1,500 traces of 1,500 problems", "AES absolute, α=1, β=3, γ=5"
+    assert all(said in text for said in (*names, *caption))
+    assert len(lines) <= len(names) + 9
     oracle = next(i for i, line in enumerate(lines) if ORACLE in line)
     assert not lines[oracle - 1].strip()  # limits stand apart
     counted = asymmetric | spread("flops", Estimate(2e12, 1e12, 3e12))
