@@ -189,7 +189,12 @@ def replay_budget(table: TraceTable, budget_tokens: int) -> Outcome:
     The paragraph in which the budget runs out is finished (a soft end), so that a trace may spend
     more than the budget by less than a paragraph, and the labels tell its answer exactly. A trace
     shorter than the budget ends naturally.
+
+    Raises:
+        ValueError: a negative budget.
     """
+    if budget_tokens < 0:
+        raise ValueError(f"budget_tokens is {budget_tokens}; it must be at least 0")
     return replay_at(table, (table.lengths < budget_tokens).sum(axis=1))
 
 

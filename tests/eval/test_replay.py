@@ -104,7 +104,7 @@ def test_errors() -> None:
         (r"probabilities has shape \(40, 7\)", replay, (pi[:, :7],)),
         (r"probabilities holds 1\.5", replay, (pi + 1,)),
         (r"threshold is -0\.1", replay, (pi, -0.1)),
-        (r"threshold is 1\.5", replay, (pi, 1.5)),
+        ("budget_tokens is -1", replay_budget, (-1,)),
         ("it must hold 40 steps >= 0", replay_step, (0,)),
         ("step_index", replay_at, ([1],)),
         ("price is -1", hindsight_oracle, (-1,)),
