@@ -103,10 +103,10 @@ def asked(of: Split) -> Split:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder, head = tmp_path_factory.mktemp("policies"), {"price": 1e-3, "price_range": [1e-5, 1e-2]}
-    seeds = [folder / name / "price" for name in ("seed0", "seed11")]
-    for one in seeds:
-        OSPrunerConfig(head="price", default_mode="sample", **head).save_pretrained(one)
+    folder = tmp_path_factory.mktemp("policies")
+    ours = OSPrunerConfig(head="price", price=1e-3, price_range=[1e-5, 1e-2], default_mode="sample")
+    for one in (seeds := [folder / name / "price" for name in ("seed0", "seed11")]):
+        ours.save_pretrained(one)
     for method in ("probe", "flashthink"):
         baseline = OSPrunerConfig(method=method, price=0.0, default_mode="threshold")
         baseline.save_pretrained(folder / method)
@@ -200,7 +200,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     OSPrunerConfig(price=1e-3).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
         compare(TEST, [rules.Deer])
-    for method in (rules.ThinkJustEnough, *parse_policies([f"{tmp_path}/ours"])):
+    asking: list[Method] = [rules.ThinkJustEnough, *parse_policies([f"{tmp_path}/ours"])]
+    for method in asking:
         with pytest.raises(ValueError, match="is not at hand"):
             compare(TEST, [method], choose_on=VALIDATION)
 

@@ -87,8 +87,8 @@ def test_a_choice_knows_its_letters() -> None:
 
 
 def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
-    two = {"text": ["red", "blue"], "label": ["1", "2"]}
-    arc = {"question": "Sky?", "answerKey": "2", "id": "a", "choices": two}
+    choices = {"text": ["red", "blue"], "label": ["1", "2"]}
+    arc = {"question": "Sky?", "answerKey": "2", "id": "a", "choices": choices}
     mmlu = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "id": "m"}
     path = tmp_path / "quiz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (arc, mmlu)))
@@ -139,8 +139,7 @@ def test_presets_and_instructions_are_paragraphs_of_their_own() -> None:
 
 
 def test_bad_tasks_and_tokenizers_are_refused(tmp_path: Path) -> None:
-    none = tmp_path / "none.py"
-    none.write_text("x = 1\n")
+    (none := tmp_path / "none.py").write_text("x = 1\n")
     for text, message in (
         ("maths", "task is 'maths'; it must be one of math, choice"),
         ("exact:force=box", "the task exact takes the settings .'prompt'., not"),
