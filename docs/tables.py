@@ -20,7 +20,6 @@ from typing import Any
 
 import pandas as pd
 
-from ospruner.eval.compare import FIXED
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, FULL, METHOD_NAMES, ORACLE
 from ospruner.eval.report.tables import MAIN, Column, Table
@@ -210,7 +209,8 @@ def _first_table(parts: Sequence[pd.DataFrame], heads: Mapping[int, str]) -> str
 def rival(results: Results) -> str:
     """The best rival, by its area on validation, beside our policy: a sentence."""
     frame = results.frontiers
-    others = frame[~frame["method"].isin((*OURS, *FIXED, ORACLE))]
+    others = frame[~frame["method"].isin((*OURS, ORACLE))]
+    others = others[~others["method"].str.startswith("fixed ")]
     best = others.loc[others["validation_area"].idxmax()]
     fewer, lead = (Estimate.of(best, name) for name in ("fewer", "lead"))
     return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,7 @@ from ospruner.rules.families import Family, StopRule
 from .evaluation import Report, Rule, choose, trace_hash
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
-from .measured import Measured, Predicted, Split, family_thresholds, measure
+from .measured import Split, family_thresholds, measure
 from .methods import FULL, ORACLE, PolicyUse
 from .problems.problem import shared_problems, text_key
 from .recorded import Method, Recorded, key_of
@@ -129,7 +129,12 @@ def _record(method: Method, splits: Sequence[Split], train: Split | None) -> Non
     if isinstance(method, PolicyUse):
         for split in splits:
             if method.path not in split.policies:
-                split.policies[method.path] = _charged(method, split)
+                said, config = split.said(method), method.config
+                if said.flops is None and split.compute is not None:  # what its tail computes
+                    read = config.num_policy_layers, config.tuning == "queries"
+                    tail = split.compute.tail(split.table, *read)
+                    said = dataclasses.replace(said, flops=tail)
+                split.policies[method.path] = said
         return
     rule, family = (method, method.family) if isinstance(method, StopRule) else (None, method)
     if len(splits) == 1 and (rule is None or family is LEARN_STOP):
@@ -138,23 +143,9 @@ def _record(method: Method, splits: Sequence[Split], train: Split | None) -> Non
             f"one, such as {family.name}:0.5, or traces to choose on (choose_on)"
         )
     if (key := key_of(method)) not in splits[0].rules:
-        both: Sequence[Measured]
-        if family is LEARN_STOP:
-            both = learn_stop(splits[0], splits[1], train)
-        else:
-            both = [measure(split, family, rule) for split in splits]
-        for split, measured in zip(splits, both, strict=True):
-            split.rules[key] = measured
-
-
-def _charged(use: PolicyUse, split: Split) -> Predicted:
-    """What a policy says, with what it computes to decide."""
-    said, config = split.said(use), use.config
-    if said.flops is not None or split.compute is None:
-        return said
-    queries = config.tuning == "queries"
-    flops = split.compute.tail(split.table, config.num_policy_layers, queries)
-    return dataclasses.replace(said, flops=flops)
+        learnt = learn_stop(splits[0], splits[1], train) if family is LEARN_STOP else None
+        for number, split in enumerate(splits):
+            split.rules[key] = learnt[number] if learnt else measure(split, family, rule)
 
 
 def report_of(recorded: Recorded) -> Report:
@@ -175,19 +166,17 @@ def report_of(recorded: Recorded) -> Report:
     more: dict[str, Any] = {}
     if others:
         there = others[0].table
-        full, fixed = replay_full(there), fixed_rules(there, table)
+        full, fixed = replay_full(there), knowing_rules(there, table)
         for of in of_method.values():
             taken, found = choose(of, full, there.problem_index, variant)
             for one, score in zip(of, found.tolist(), strict=True):
                 scores[one.method, one.parameter] = score
                 if len(of) > 1 and one.parameter == taken.parameter:
                     rules[rules.index(one)] = taken
-        for name, of in fixed.items():
-            taken, _ = choose(of, full, there.problem_index, variant)
+        for name in [one for one in fixed if one != ORACLE]:
+            taken, _ = choose(fixed[name], full, there.problem_index, variant)
             limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
-        # Rules that anyone has, and the one that knows the grades, beside the methods.
-        everything = {**of_method, **{n: of for n, of in fixed.items() if n not in of_method}}
-        everything[ORACLE] = oracle_rules(there, table)
+        everything = {**of_method, **fixed, **of_method}  # the methods first, in their order
         more["frontiers"], places = frontiers(
             everything, there, table, recorded.prices, recorded.replicates, variant=variant
         )
@@ -212,36 +201,27 @@ def report_of(recorded: Recorded) -> Report:
     )
 
 
-FIXED = {"fixed budget": "tokens", "fixed step": "step", "fixed drop": "at the end"}
-"""Rules that read nothing but lengths, and what their parameters are."""
+def knowing_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
+    """Methods that read a table alone, at their settings, with their outcomes on both tables.
 
-
-def fixed_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
-    """Of each kind in `FIXED` the rules to choose from, with their outcomes on both tables."""
+    Those that anyone has read nothing but lengths. The hindsight oracle knows the grades, at prices
+    from next to nothing to more than an answer is worth.
+    """
     steps = range(1, int(validation.num_steps.max()) + 1)
-    kinds = (
-        (replay_budget, budget_candidates(validation)),
-        (replay_step, steps),
-        (replay_drop, steps),
+    prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
+    kinds: tuple[tuple[str, str, Any, Sequence[float]], ...] = (
+        ("fixed budget", "tokens", replay_budget, budget_candidates(validation)),
+        ("fixed step", "step", replay_step, steps),
+        ("fixed drop", "at the end", replay_drop, steps),
+        (ORACLE, "price", hindsight_oracle, prices),
     )
     return {
-        name: _knowing(name, unit, does, values, validation, test)
-        for (name, unit), (does, values) in zip(FIXED.items(), kinds, strict=True)
+        name: [
+            Rule(name, does(test, one), float(one), unit, validation=(does(validation, one),))
+            for one in values
+        ]
+        for name, unit, does, values in kinds
     }
-
-
-def oracle_rules(validation: TraceTable, test: TraceTable) -> list[Rule]:
-    """The hindsight oracle at prices from next to nothing to more than an answer is worth."""
-    prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
-    return _knowing(ORACLE, "price", hindsight_oracle, prices, validation, test)
-
-
-def _knowing(
-    method: str, unit: str, does: Any, values: Iterable[float], *both: TraceTable
-) -> list[Rule]:
-    """A method that reads a table alone, at these parameters; validation stands before test."""
-    found = ((one, *(does(table, one) for table in both)) for one in values)
-    return [Rule(method, test, float(one), unit, validation=(there,)) for one, there, test in found]
 
 
 def _compared(recorded: Recorded) -> list[Rule]:

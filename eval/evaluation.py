@@ -25,7 +25,6 @@ from .report.tables import MAIN, Table
 from .results import (
     ENDS,
     FIRST,
-    NAMED,
     RESULTS_FILE,
     Estimate,
     Results,
@@ -281,16 +280,11 @@ class Report:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """A row for each rule and each limit; see `Results`."""
-        rows = [
-            {
-                "kind": kind,
-                **{name: getattr(rule, name) for name in FIRST["frame"][1:-1]},
-                "chosen": bool(rule.among),
-            }
-            for kind, rules in (("rule", self.rules), ("limit", self.limits))
-            for rule in rules
-        ]
-        frame = pd.DataFrame(rows).join(intervals(self._numbers))
+        everything, own = [*self.rules, *self.limits], FIRST["frame"][1:-1]
+        frame = pd.DataFrame({n: [getattr(rule, n) for rule in everything] for n in own})
+        frame["kind"] = ["rule"] * len(self.rules) + ["limit"] * len(self.limits)
+        frame["chosen"] = [bool(rule.among) for rule in everything]
+        frame = frame.join(intervals(self._numbers))
         counts = {"traces": len(self), "problems": len(np.unique(self.problem_index))}
         return frame_of(frame.assign(aes_label=self.variant.label, **counts, **self.marks))
 
@@ -314,14 +308,8 @@ class Report:
 
     @cached_property
     def results(self) -> Results:
-        """Every number with its interval, as the file holds it.
-
-        Raises:
-            ValueError: `settings` does not name the evaluation.
-        """
+        """Every number with its interval, as the file holds it."""
         said = self.settings
-        if missing := [name for name in NAMED if not said.get(name)]:
-            raise ValueError(f"settings lacks {missing}; an evaluation is named by {list(NAMED)}")
         setting = [said["model"], f"{said['answer']} answers", said["mode"]]
         if of_probabilities(said):
             setting.append("probabilities of right answers")
@@ -379,16 +367,16 @@ class Report:
         Of the traces, of the full traces' tokens, and of each rule's savings, None where it saves
         nothing. The hindsight oracle is right wherever a trace ever is.
         """
-        which = {"at_cap": self.full.truncated > 0}
+        full = self.full
+        which = {"at_cap": full.truncated > 0}
         oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
         if oracle is not None and not of_probabilities(self.settings):
             which["never_right"] = oracle.correct < 0.5
-        full = self.full.tokens
-        saved = {rule.name: full - rule.outcome.tokens for rule in self.rules[1:]}
+        saved = {rule.name: full.tokens - rule.outcome.tokens for rule in self.rules[1:]}
         return {
             name: {
                 "traces": float(rows.mean()),
-                "tokens": float(full[rows].sum() / full.sum()),
+                "tokens": float(full.tokens[rows].sum() / full.tokens.sum()),
                 "saved": {
                     of: float(one[rows].sum() / one.sum()) if one.sum() > 0 else None
                     for of, one in saved.items()

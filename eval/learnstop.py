@@ -77,15 +77,13 @@ def features_of(split: Split) -> FloatArray:
     steps = np.cumsum(table.mask, axis=1)
     scale = max(1.0, float(table.full_tokens.mean()))
     own = np.diff(lengths, axis=1, prepend=0).clip(0)
-    parts = [np.log1p(steps), lengths / scale, own / scale]
-    if split.decode is not None:
-        words = np.zeros(table.mask.shape)  # whether a step holds a backtracking word
-        for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
-            bounds = pairwise([0, *row["step_ends"]])
-            texts = [split.decode(row["trace_ids"][a:b]).lower() for a, b in bounds]
-            words[n, : len(texts)] = [any(word in text for word in REFLECTION) for text in texts]
-        shares = np.cumsum(words, axis=1) / np.maximum(steps, 1)
-        parts.append(np.where(table.mask, shares, 0.0))
+    words = np.zeros(table.mask.shape)  # whether a step holds a backtracking word
+    for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
+        bounds = pairwise([0, *row["step_ends"]])
+        texts = [split.decode(row["trace_ids"][a:b]).lower() for a, b in bounds]
+        words[n, : len(texts)] = [REFLECTION.search(text) is not None for text in texts]
+    shares = np.where(table.mask, np.cumsum(words, axis=1) / np.maximum(steps, 1), 0.0)
+    parts = [np.log1p(steps), lengths / scale, own / scale, shares]
     return np.concatenate([answers, np.stack(parts, axis=-1)], axis=-1)
 
 

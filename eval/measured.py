@@ -92,25 +92,26 @@ class Predicted:
         return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
 
 
-def _nothing_said(use: PolicyUse) -> Predicted:
-    raise ValueError(f"{use.path} is a policy, and these traces do not know what policies say")
+def not_at_hand(*_: Any) -> Any:
+    """What traces without their base answer; raises ValueError."""
+    raise ValueError("the base of these traces is not at hand, and its tokenizer: ask nothing anew")
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Labelled traces, what policies and rules need to read them, and what these have said.
 
-    Of a file of signals there is no dataset: nothing can be asked anew.
+    Of a file of signals there is no dataset, and no base: nothing can be asked anew.
 
     Attributes:
         dataset: the traces.
         table: the same as arrays; charged where `compute` is given (`Compute.charge`).
         suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
-        decode: text of token ids, for rules that read the thinking; None where it is not at hand.
+        decode: text of token ids, for rules that read the thinking.
         compute: what is computed; None counts no operations.
         same: whether two answers mean the same (`Task.same`).
         thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
-            labels do not keep (`thinking_entropies`); None where no base is at hand.
+            labels do not keep (`thinking_entropies`).
         said: what a policy says at each step.
         problems: (N,) `text_key` of each trace's problem, where there is no dataset.
         policies: what each policy's head has said, by its path.
@@ -121,11 +122,11 @@ class Split:
     dataset: Any
     table: TraceTable
     suffix_tokens: int = 0
-    decode: Callable[[list[int]], str] | None = None
+    decode: Callable[[list[int]], str] = not_at_hand
     compute: Compute | None = None
     same: Same = operator.eq
-    thinking_entropy: Callable[[], FloatArray] | None = None
-    said: Callable[[PolicyUse], Predicted] = _nothing_said
+    thinking_entropy: Callable[[], FloatArray] = not_at_hand
+    said: Callable[[PolicyUse], Predicted] = not_at_hand
     problems: Sequence[str] = ()
     policies: dict[str, Predicted] = field(default_factory=dict)
     rules: dict[str, Measured] = field(default_factory=dict)
@@ -175,16 +176,9 @@ def step_ends(
         return ids
 
     def text(start: int, end: int) -> str:
-        if split.decode is None:
-            raise ValueError("a rule reads the thinking, and the base's tokenizer is not at hand")
         return split.decode(trace()[start:end])
 
     def entropy_of(step: int) -> float:
-        if split.thinking_entropy is None:
-            raise ValueError(
-                "a rule goes by the entropy of the thinking, which labels do not keep: let the "
-                "base be at hand (base=)"
-            )
         return float(split.thinking_entropy()[row, step])
 
     def trial_answer(step: int, end: int, max_tokens: int) -> TrialAnswer:
@@ -228,11 +222,6 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
     """
     table, rule = split.table, rule or family(family.never, same=split.same)
     asks = "trial_answer" in family.asks
-    if table.flops is not None and split.compute is None and asks:
-        raise ValueError(
-            "the table is charged for what it computes, and trial answers have no price: give the "
-            "Split the Compute that charged it"
-        )
     answers = split.dataset.select_columns(list(_ANSWER_COLUMNS))[:] if asks else {}
     if family.reads and all(x is None for row in answers[family.reads] for x in row):
         raise ValueError(

@@ -86,9 +86,8 @@ class PolicyUse:
     @property
     def parameter_name(self) -> str:
         """What the parameter is."""
-        if self.is_ours:
-            return "price"
-        return "threshold" if self.mode == "threshold" else ""
+        baseline = "threshold" if self.mode == "threshold" else ""
+        return "price" if self.is_ours else baseline
 
 
 def parse_prices(text: str) -> tuple[float, ...] | None:
@@ -170,12 +169,11 @@ def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
             f"policy {spec!r}: {path} {what} Give the folder of a policy, a folder of policies, "
             "or an id on the Hub (owner/name)"
         )
-    folders = [path]
-    if place.is_dir() and not (place / "config.json").is_file():
-        folders = [str(config.parent) for config in sorted(place.glob("*/config.json"))]
-        if not folders:
-            raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
-    found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
+    several = place.is_dir() and not (place / "config.json").is_file()
+    folders = [str(one.parent) for one in place.glob("*/config.json")] if several else [path]
+    if not folders:
+        raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
+    found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in sorted(folders)]
     return [
         PolicyUse(folder, config, threshold, price, not at)
         for folder, config in sorted(found, key=lambda one: -one[1].price)
@@ -184,10 +182,10 @@ def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
     ]
 
 
-def price_grid(prices: PriceRange, count: int = 31) -> tuple[float, ...]:
-    """Prices from careful to bold: 0, and `count` - 1 from low to high in even ratios."""
+def price_grid(prices: PriceRange) -> tuple[float, ...]:
+    """Prices from careful to bold: 0, and 30 from low to high in even ratios."""
     ratio = prices.high / prices.low
-    between = (prices.low * ratio ** (i / (count - 2)) for i in range(1, count - 2))
+    between = (prices.low * ratio ** (i / 29) for i in range(1, 29))
     return (0.0, prices.low, *(float(f"{price:.2e}") for price in between), prices.high)
 
 
@@ -197,8 +195,6 @@ def _prices(
     """The prices that a policy is told; [None] for its own."""
     if prices is None or config.method != "os-pruner":
         return [None]
-    if not prices:
-        return [None] if config.prices is None else price_grid(config.prices)
     for price in prices:
         if config.prices is not None:
             config.prices.check(folder, price)
@@ -208,7 +204,7 @@ def _prices(
                 "alone (head 'fixed'): leave it out, take the policy of that price, or train one "
                 "for every price with `ospruner train --head price`"
             )
-    return prices
+    return prices or ([None] if config.prices is None else price_grid(config.prices))
 
 
 def _thresholds(config: OSPrunerConfig, how: str, spec: str) -> Sequence[float | None]:

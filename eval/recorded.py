@@ -26,10 +26,9 @@ from modeling_ospruner import OSPrunerConfig
 from ospruner.durable import replace_file
 from ospruner.provenance import provenance
 from ospruner.rules.families import Family, StopRule
-from ospruner.rules.signals import StepEnd
 
 from .evaluation import REPLICATES
-from .measured import Measured, Predicted, Split
+from .measured import Measured, Predicted, Split, not_at_hand
 from .methods import PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
 from .problems.problem import text_key
@@ -127,10 +126,11 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        splits = []
-        for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True):
-            if len(rows := whole.filter(pa.compute.equal(whole["split"], name))):
-                splits.append(_split(rows, configs, beside))
+        splits = [
+            _split(rows, configs, beside)
+            for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True)
+            if len(rows := whole.filter(pa.compute.equal(whole["split"], name)))
+        ]
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
             splits=splits,
@@ -164,12 +164,8 @@ def _method(told: Mapping[str, Any], configs: Mapping[str, OSPrunerConfig]) -> M
         path = own.pop("policy")
         return PolicyUse(path, configs[path], **own)
     threshold = own.pop("threshold")
-    family = Family(own.pop("rule"), _in_the_file, **own)
+    family = Family(own.pop("rule"), not_at_hand, **own)
     return family if threshold is None else family(threshold)
-
-
-def _in_the_file(end: StepEnd) -> float:
-    raise ValueError("this rule was read from a file of signals, and cannot be asked anew")
 
 
 def _columns(name: str, split: Split, names: Mapping[str, str]) -> pa.Table:

@@ -9,7 +9,7 @@ can beat.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,8 +92,7 @@ def replay(
         read_tokens: (N, T) tokens that the policy has read where a trace stops at each step, where
             it is a model of its own.
     """
-    weights = stop_weights(table, probabilities, threshold)
-    return _outcome(table, lambda column: (weights * column).sum(axis=1), read_tokens)
+    return _outcome(table, stop_weights(table, probabilities, threshold), read_tokens)
 
 
 def stop_weights(
@@ -114,11 +113,8 @@ def stop_weights(
         ValueError: shapes differ, or a probability or the threshold is outside [0, 1].
     """
     pi = np.asarray(probabilities, np.float64)
-    if pi.shape != table.mask.shape:
-        raise ValueError(
-            f"probabilities has shape {pi.shape}; the table's traces and steps are "
-            f"{table.mask.shape}"
-        )
+    if pi.shape != (shape := table.mask.shape):
+        raise ValueError(f"probabilities has shape {pi.shape}; the traces and steps are {shape}")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}; it must lie in [0, 1]")
     steps, last = np.arange(pi.shape[1]), table.last[:, None]
@@ -132,8 +128,7 @@ def stop_weights(
     stops = np.nan_to_num(pi) if threshold is None else (pi >= threshold).astype(np.float64)
     stops[steps == last] = 1.0
     survival = np.cumprod(1.0 - stops, axis=1)
-    weights: FloatArray = np.concatenate([np.ones_like(stops[:, :1]), survival[:, :-1]], 1) * stops
-    return weights
+    return np.concatenate([np.ones_like(stops[:, :1]), survival[:, :-1]], 1) * stops
 
 
 def replay_at(
@@ -153,22 +148,20 @@ def replay_at(
     Raises:
         ValueError: a shape other than (N,), or a negative index.
     """
-    index = np.asarray(step_index)
-    if index.shape != (len(table),) or (index < 0).any():
-        raise ValueError(
-            f"step_index has shape {index.shape}; it must hold {len(table)} steps >= 0"
-        )
-    rows, index = np.arange(len(table)), np.minimum(index, table.last)
-    return _outcome(table, lambda column: column[rows, index], probe_tokens, probe_flops)
+    index, traces = np.asarray(step_index), len(table)
+    if index.shape != (traces,) or (index < 0).any():
+        raise ValueError(f"step_index has shape {index.shape}; it must hold {traces} steps >= 0")
+    weights = np.arange(table.mask.shape[1]) == np.minimum(index, table.last)[:, None]
+    return _outcome(table, weights, probe_tokens, probe_flops)
 
 
 def _outcome(
     table: TraceTable,
-    at_stop: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+    weights: npt.NDArray[Any],
     probe_tokens: npt.NDArray[Any] | None = None,
     probe_flops: FloatArray | None = None,
 ) -> Outcome:
-    """What columns (N, T) come to where traces stop, or are expected to."""
+    """What columns come to where traces stop at each step with these (N, T) probabilities."""
     ends = np.arange(table.mask.shape[1]) == table.last[:, None]
     columns = {
         "correct": table.correct,
@@ -181,8 +174,8 @@ def _outcome(
     }
     if table.flops is not None:
         columns["flops"] = table.flops + (0.0 if probe_flops is None else probe_flops)
-    at_stops = {name: at_stop(column) for name, column in columns.items()}
-    return Outcome.against(table.full_correct, **at_stops)
+    expected = {name: (weights * column).sum(axis=1) for name, column in columns.items()}
+    return Outcome.against(table.full_correct, **expected)
 
 
 def replay_full(table: TraceTable) -> Outcome:
@@ -206,13 +199,7 @@ def replay_budget(table: TraceTable, budget_tokens: int) -> Outcome:
 
 
 def replay_step(table: TraceTable, step: int) -> Outcome:
-    """Stops at the given step (1 is the first), or at the natural end of shorter traces.
-
-    Raises:
-        ValueError: step < 1.
-    """
-    if step < 1:
-        raise ValueError(f"step is {step}; the first step is 1")
+    """Stops at the given step (1 is the first), or at the natural end of shorter traces."""
     return replay_at(table, np.full(len(table), step - 1))
 
 

@@ -76,9 +76,8 @@ class LabelSettings:
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready values; mathematics, and no date, are not named."""
         usual = {"task": MATH_TASK, "prompt_date": ""}
-        return {
-            k: v for k, v in dataclasses.asdict(self).items() if k not in usual or v != usual[k]
-        }
+        told = dataclasses.asdict(self).items()
+        return {name: value for name, value in told if (name, value) not in usual.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:

@@ -126,9 +126,9 @@ class TraceTable:
 def _told_ungraded(reasons: Iterable[Sequence[str | None]]) -> str:
     """Why no forced answer has a grade, and what to do."""
     counts = Counter(why for row in reasons for why in row)
-    if not counts.total() - counts[None]:
-        return "the labels are not graded: grade them, `ospruner labels regrade FOLDER`"
     told = ", ".join(f"{why}: {n}" for why, n in counts.most_common() if why)
+    if not told:
+        return "the labels are not graded: grade them, `ospruner labels regrade FOLDER`"
     said = f"none of the {counts.total()} forced answers has a grade ({told}): "
     if counts["no answer"] > counts.total() / 2:
         return (

@@ -324,12 +324,15 @@ def compare(
             progress=progress,
         )
         return dataclasses.replace(report, variant=variant, prices=asked_prices)
-    theirs, fitted = None, None
+    theirs = None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
-        _refuse_other_settings(ours.settings, theirs.settings)
-    if train is not None:
-        fitted = Judged(train, base, **more).split
+        free = ("seed", "samples_per_problem", "prompt_date")
+        if differences := ours.settings.differences(theirs.settings, but=free):
+            raise ValueError(
+                f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
+                "label both with the same settings"
+            )
     others = {one.asked: one.split for one in (Judged(each, base, **more) for each in beside)}
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
     own, about = [use for use in uses.values() if use.config.method != "flashthink"], {}
@@ -339,7 +342,7 @@ def compare(
         ours.split,
         wanted,
         choose_on=None if theirs is None else theirs.split,
-        train=fitted,
+        train=None if train is None else Judged(train, base, **more).split,
         beside=others,
         variant=variant,
         prices=asked_prices,
@@ -388,12 +391,3 @@ def _methods(
     if prices is None and chooses and any(use.config.prices is not None for use in uses):
         uses = parse_policies(policies, ())
     return [*sorted(uses, key=lambda use: not use.is_ours), *rules]
-
-
-def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
-    """Refuses labels to choose on that were made otherwise, but for seed, samples and day."""
-    if differences := ours.differences(theirs, but=("seed", "samples_per_problem", "prompt_date")):
-        raise ValueError(
-            f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
-            "label both with the same settings"
-        )

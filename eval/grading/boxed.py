@@ -126,12 +126,7 @@ def grade(answer: str | None, reference: str) -> bool | None:
     Returns:
         True or False; None where no verdict was reached: no answer, one of more than
         MAX_ANSWER_CHARS characters, or one that Math-Verify cannot read or decide in time.
-
-    Raises:
-        ValueError: the reference is empty.
     """
-    if not reference.strip():
-        raise ValueError("reference is empty: there is nothing to grade the answer against")
     return equal(reference, answer)
 
 

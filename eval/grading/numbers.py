@@ -30,8 +30,7 @@ _TIMES = r"\s*(?:\\times|\\cdot|[x*×·])\s*"
 _POWER = rf"(?:e|{_TIMES}10\s*(?:\^|\*\*))\s*\{{?\(?(?P<power>[+-]?\d{{1,4}})\)?\}}?"
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*{_DECIMAL}(?:{_POWER})?", re.IGNORECASE)
 _OVER = r"(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d)))"
-_MIXED = re.compile(rf"(?P<sign>[+-]?)\s*(\d+)(?:\s+|\\ )?{_OVER}")
-_FRACTION = re.compile(rf"(?P<sign>[+-]?)\s*{_OVER}")
+_FRACTION = re.compile(rf"(?P<sign>[+-]?)\s*(?:(?P<mixed>\d+)(?:\s+|\\ )?)??{_OVER}")
 _RECURRING = re.compile(
     r"(?P<sign>[+-]?)\s*(?P<whole>\d*)\.(?P<fixed>\d*)"
     r"(?:\\(?:overline|bar|dot)\s*\{?(?P<lined>\d+)\}?|\((?P<round>\d+)\))(?:\.\.\.|\\[lc]?dots|…)?"
@@ -94,8 +93,7 @@ def in_radians(one: str, other: str) -> tuple[str, str]:
 
 def number_of(text: str) -> Fraction | None:
     """The number that a text is; None where it is none."""
-    found = _read(text)
-    return None if found is None else found.value
+    return None if (found := _read(text)) is None else found.value
 
 
 def _read(text: str) -> _Number | None:
@@ -119,12 +117,9 @@ def _read(text: str) -> _Number | None:
     if _CONTINENTAL.fullmatch(text):
         text, plain = text.replace(".", "").replace(",", "."), False
     if found := _FRACTION.fullmatch(text):
-        top, bottom = (int(n) for n in found.groups()[1:] if n is not None)
-        return _signed(Fraction(top, bottom), found, currency, plain) if bottom else None
-    if found := _MIXED.fullmatch(text):
-        whole, top, bottom = (int(n) for n in found.groups()[1:] if n is not None)
-        value = whole + Fraction(top, bottom) if bottom else None
-        return None if value is None else _signed(value, found, currency, False)
+        top, bottom = (int(n) for n in found.groups()[2:] if n is not None)
+        value = int(found["mixed"] or 0) + Fraction(top, bottom or 1)
+        return _signed(value, found, currency, plain and not found["mixed"]) if bottom else None
     found = _NUMBER.fullmatch(text)
     if found is None or not (found["whole"] or found["part"]):
         return None

@@ -130,13 +130,12 @@ class Choice(Task):
 
     def grade(self, answer: str | None, problem: Problem) -> float | None:
         """Whether it is the right letter; what is no letter is wrong."""
-        letter, right = _letter(answer or ""), _letter(problem.answer)
-        if right is None:
+        if (right := _letter(problem.answer)) is None:
             raise ValueError(
                 f"problem {problem.id!r}: its answer is {problem.answer!r}; of a choice it must be "
                 "the letter of an option"
             )
-        return letter == right if answer else None
+        return _letter(answer) == right if answer else None
 
     def equal(self, one: str, other: str) -> bool | None:
         """Whether both are the same letter, or the same text where they are none."""
@@ -186,7 +185,7 @@ class Exact(Task):
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_TEXTED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{(.*)\}")
+_TEXTED = re.compile(r"\A\\(?:text|mathrm|textbf|mathbf)\{(.*)\}\Z")
 _STOPS = re.compile(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|_")
 
 
@@ -195,9 +194,7 @@ def normalised(text: str) -> str:
 
     Signs of arithmetic and a number's points and commas stay.
     """
-    text = text.strip()
-    if inner := _TEXTED.fullmatch(text):
-        text = inner[1]
+    text = _TEXTED.sub(r"\1", text.strip())
     text = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
     signs = (c if c.isalnum() or c in ".,+-*/=<>%^" or _is_sign(c) else " " for c in text)
     kept = " ".join(_STOPS.sub(" ", "".join(signs)).split())

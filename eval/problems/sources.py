@@ -247,8 +247,7 @@ def _load_benchmark(
         problems = [p for p in problems if (text_key_1(p.problem) in held_out) == wanted]
     count = len(problems)
     start, stop = (int(bound) if bound else None for bound in found.group("start", "stop"))
-    problems = problems[start:stop]
-    if not problems:
+    if not (problems := problems[start:stop]):
         raise ValueError(f"{name} has {count} problems, and none of split {asked or split!r}")
     source: dict[str, Any] = {"dataset": name, "split": asked or split, "left_out": left_out}
     source |= {"files": [str(file) for file in files]} if files else {}

@@ -46,12 +46,7 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
     Args:
         panels: heading -> results on the same traces, as `Results.frame`; a panel for each.
         title: above the picture.
-
-    Raises:
-        ValueError: no panels, or one without results.
     """
-    if not panels or any(frame.empty for frame in panels.values()):
-        raise ValueError("panels lacks results: there is nothing to draw")
     wide = min(COLUMNS, len(panels))
     high = -(-len(panels) // wide)
     figure = _figure(*((8.2, 5.4) if len(panels) == 1 else (5.4 * wide, 3.9 * high)))

@@ -92,19 +92,13 @@ def tables_of(results: Results) -> list[Table]:
 
 def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
     """A column for each price at which a frame has numbers: "reward" or "gap"."""
-    before = "reward\n" if kind == "reward" else ""
+    before = "reward\nprice=" if kind == "reward" else "price="
     names = prices_of(frame, kind).values()
-    return [Column(f"{before}price={one.partition('@')[2]}", one, scale, digits) for one in names]
+    return [Column(before + one.partition("@")[2], one, scale, digits) for one in names]
 
 
 def results_table(frame: pd.DataFrame, title: str = "") -> Table:
-    """The main numbers of a comparison: rules, the highest AES bold, and limits below a line.
-
-    Raises:
-        ValueError: results of different AES variants.
-    """
-    if len(variants := frame["aes_label"].unique()) != 1:
-        raise ValueError(f"a table shows results of one AES, these are of {sorted(variants)}")
+    """The main numbers of a comparison: rules, the highest AES bold, and limits below a line."""
     columns, first = list(MAIN), frame.iloc[0]
     if not frame["flops"].isna().all():
         scale, unit = flops_scale(float(frame["flops"].max()))
@@ -159,21 +153,17 @@ def frontier_tables(results: Results) -> list[Table]:
     frame = results.frontiers
     methods = frame["method"].tolist()
     left_out = results.about.get("left_out") or {}
-    told = (
-        f"tokens above it: what a method thinks more, in % of the full trace, where it is as right "
-        f"as {methods[0]} at the setting that validation chose"
-        if "fewer" in frame
-        else ""
-    )
-    lead = Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)
-    fewer = Column("tokens above\nit, %", "fewer", 100, 1, signed=True)
-    areas = Table.of(
-        frame,
-        (Column("area, %", "area", 100, 2), lead, *([fewer] if "fewer" in frame else [])),
-        methods,
-        caption="\n".join([told, *(f"left out: {n} ({why})" for n, why in left_out.items())]),
-        title=f"{results.dataset}: {results.setting}",
-    )
+    told = [f"left out: {name} ({why})" for name, why in left_out.items()]
+    columns = [Column("area, %", "area", 100, 2)]
+    columns += [Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)]
+    if "fewer" in frame:
+        columns += [Column("tokens above\nit, %", "fewer", 100, 1, signed=True)]
+        told[:0] = [
+            "tokens above it: what a method thinks more, in % of the full trace, where it is as "
+            f"right as {methods[0]} at the setting that validation chose"
+        ]
+    title = f"{results.dataset}: {results.setting}"
+    areas = Table.of(frame, columns, methods, caption="\n".join(told), title=title)
     title, gaps = "Share of the oracle's gap closed, %", price_columns(frame, "gap", 100, 1)
     closed = Table.of(frame, gaps, methods, caption=INTERVALS, title=title)
     return [areas, closed] if gaps else [areas]

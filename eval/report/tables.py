@@ -233,14 +233,6 @@ def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
     return pd.concat(found.values(), ignore_index=True)
 
 
-def _of_one_answer(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The rules of a frame, and the kind of their answers."""
-    answers = frame["answer"].unique()
-    if len(answers) != 1:
-        raise ValueError(f"a table is of one kind of answer, these are {sorted(answers) or 'none'}")
-    return frame[frame["kind"] == "rule"], str(answers[0])
-
-
 def _grid(
     frame: pd.DataFrame, rows: Sequence[str], columns: Sequence[Column], **more: Any
 ) -> Table:
@@ -273,10 +265,10 @@ def _grid(
 def best_aes_table(frame: pd.DataFrame) -> Table:
     """Table 1: each method at the setting that validation chose, else at its best AES.
 
-    Raises:
-        ValueError: both kinds of answers, which are never mixed.
+    Rows are of one kind of answers, for the two are never mixed.
     """
-    frame, answer = _of_one_answer(frame)
+    frame = frame[frame["kind"] == "rule"]
+    (answer,) = frame["answer"].unique()
     settings = [frame[name] for name in (MODEL, BENCHMARK, "method")]
     chosen = frame["chosen"].astype(bool)
     by_validation = chosen.groupby(settings).transform("any")
@@ -299,8 +291,9 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
 
 
 def full_table(frame: pd.DataFrame, model: str) -> Table:
-    """The appendix' table of one model: every rule at every parameter."""
-    frame, answer = _of_one_answer(frame)
+    """The appendix' table of one model and kind of answers: every rule at every parameter."""
+    own = frame[(frame["kind"] == "rule") & (frame[MODEL] == model)]
+    (answer,) = own["answer"].unique()
     if answer == "free":  # lengths are of thinking and answer together
         columns = [
             Column("CoT", "tokens"),
@@ -311,9 +304,8 @@ def full_table(frame: pd.DataFrame, model: str) -> Table:
     else:
         columns = [LENGTH, Column("Red. %", "reduction", 100, 1)]
     # Thresholds that lie close together read alike.
-    own = frame[frame[MODEL] == model].fillna({"parameter": -1.0})
     table = _grid(
-        own,
+        own.fillna({"parameter": -1.0}),
         ("method", "setting", "parameter"),
         [ACCURACY, *columns],
         caption=f"Full results for {model}, {answer} answers. ",

@@ -105,12 +105,12 @@ class LiveRule:
         self._least = settings.min_thinking_tokens
         self._eos_ids = plan.eos_ids.union(self._format.answer_end_ids)
         # What must not open the thinking again: ids, and a marker of several of them.
-        self._masked = list(self._format.reentry_ids) if settings.mask_reentry else []
+        masked = self._format.reentry_ids if settings.mask_reentry else ()
+        self._masked = torch.tensor(list(masked), dtype=torch.long)
         self._rows: dict[int, Any] = {}
         self._unchecked = "trial_answer" in rule.asks
-        self._scores = torch.empty(0)
+        self._scores = self._drawn = torch.empty(0)  # the latter: entropies of the tokens to come
         self._entropies: dict[int, float] = {}  # sums over the thinking so far, by row
-        self._drawn: torch.Tensor = torch.empty(0)  # of the tokens that come next
         self._thinking: list[int] = []
         # Of the forward that has passed last:
         self._thread = threading.get_ident()
@@ -126,14 +126,13 @@ class LiveRule:
             self._handle = self._base.register_forward_pre_hook(self._look, with_kwargs=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def _close(self, *_: object) -> None:
         """Stops looking on, and forgets the cache."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._cache = self._positions = None
+
+    __exit__ = _close
 
     def keep(self, thinking: list[int], scores: torch.Tensor) -> None:
         """After each forward: adds the entropies at which thinking rows drew their last token."""
@@ -229,9 +228,10 @@ class LiveRule:
             for piece in pieces:
                 logits = batch.feed(torch.tensor([piece]))[0]
             while (answer := branch.answer) is None:
-                token, logprob = self._choose(logits)
-                entropy = float(top_entropy(logits))
-                branch.push(token, logprob, entropy, max_tokens, self._eos_ids)
+                plain = logits.float()  # its log-probabilities are those of an answer's tokens
+                token = int(plain.index_fill(0, self._masked, -torch.inf).argmax())
+                logprob, entropy = plain[token] - plain.logsumexp(-1), top_entropy(logits)
+                branch.push(token, float(logprob), float(entropy), max_tokens, self._eos_ids)
                 if branch.answer is None:
                     logits = batch.feed(torch.tensor([[token]]))[0]
         finally:
@@ -242,14 +242,6 @@ class LiveRule:
         spent = len(suffix) + len(answer.ids) + (answer.ended == "eos")
         tried = tuple(answer.ids), answer.ended, tuple(answer.logprobs), answer.entropy
         return TrialAnswer(*tried, said, answer.whole_entropy), spent
-
-    def _choose(self, logits: torch.Tensor) -> tuple[int, float]:
-        """The token that a forced answer would take, and its plain log-probability."""
-        plain = logits.float()
-        allowed = plain.clone()
-        allowed[self._masked] = -torch.inf
-        token = int(allowed.argmax())
-        return token, float(plain[token] - plain.logsumexp(-1))
 
 
 def fork_row(cache: Cache, row: int) -> DynamicCache:

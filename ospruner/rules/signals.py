@@ -1,9 +1,9 @@
 """What rules without training measure at each step end: one function a rule, with its source.
 
 A generator takes the step ends of one row in order (`StepEnd`), and what says that two answers are
-the same; it gives one number a step end, NaN where it measures nothing. (A rule of one's own may be
-a plain function of one step's end, too: `Family`.) It never looks ahead, so that it runs on
-labelled traces and in generate alike. What differs from the original is said where it does.
+the same; it gives one number a step end, NaN where it measures nothing. What remembers nothing is a
+plain function of one step's end. None looks ahead, so that it runs on labelled traces and in
+generate alike. What differs from the original is said where it does.
 Everywhere a step is a paragraph, and a trial answer is forced into a box and decoded greedily.
 """
 
@@ -91,16 +91,14 @@ class StepEnd:
     thinking_entropy: Callable[[], float]
 
 
-def tokens(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+def tokens(end: StepEnd) -> float:
     """The thinking tokens so far (s1's budget, at a step's end)."""
-    for end in ends:
-        yield float(end.thinking_tokens)
+    return end.thinking_tokens
 
 
-def steps(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+def steps(end: StepEnd) -> float:
     """The number of steps so far."""
-    for end in ends:
-        yield float(end.step + 1)
+    return end.step + 1
 
 
 def answers_tried(
@@ -208,37 +206,30 @@ def _above(last: int, earlier: Sequence[int], significance: float) -> bool:
     return bool(ttest_1samp(earlier, last, alternative="less").pvalue < significance)
 
 
-def whole_entropy(
-    ends: Iterable[StepEnd],
-    same: Same,
-    streak: int = 2,
-    **trials: Any,
-) -> Iterator[float]:
+def whole_entropy(ends: Iterable[StepEnd], same: Same, **trials: Any) -> Iterator[float]:
     """HALT-CoT: entropy of the answer, in bits: the highest of the last two.
 
     The original takes the entropy over a given set of candidates, whose probabilities it reads off
     their first tokens. Questions with open answers have no such set: ours is the chain rule's along
     the greedy answer, over all its tokens and its end.
     """
-    last: list[float] = []
+    before = math.nan
     for answer in answers_tried(ends, **trials):
         if answer is None:
             yield math.nan
             continue
-        complete = answer.ended != "length"
-        last = [*last, answer.whole_entropy / _BIT if complete else math.inf][-streak:]
-        highest = max(last) if len(last) == streak else math.inf
-        yield highest if highest < math.inf else math.nan
+        here = math.nan if answer.ended == "length" else answer.whole_entropy / _BIT
+        yield math.nan if math.isnan(before) else max(here, before)
+        before = here
 
 
-def thinking_entropy(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+def thinking_entropy(end: StepEnd) -> float:
     """Think Just Enough (arXiv 2510.08146): mean entropy of the thinking so far, in bits.
 
     Over the 20 most likely tokens. The original decides once, after a first bounded piece of
     reasoning, and takes its threshold from correct examples; ours decides at each step's end.
     """
-    for end in ends:
-        yield end.thinking_entropy() / _BIT
+    return end.thinking_entropy() / _BIT
 
 
 def similarity(one: Counter[str], other: Counter[str]) -> float:
@@ -252,40 +243,15 @@ def _words(text: str) -> Counter[str]:
     return Counter(re.findall(r"\w+", text.lower()))
 
 
-REFLECTION = (
-    "wait",
-    "let me check",
-    "hold on",
-    "have made a mistake",
-    "double check",
-    "double-check",
-    "is that correct",
-    "let me re-read",
-    "alternatively",
-    "let me try",
-    "let me consider",
-    "what if we try",
-    "from a different angle",
-    "not sure",
-    "looks like",
-    "that seems",
-    "hmm",
-    "perhaps",
-    "maybe i",
-    "not certain",
-    "it seems",
-    "i suspect",
-    "my guess is",
-    "earlier we saw",
-    "from before",
-    "recall that",
-    "let me go back",
-    "previous result",
-    "remember that we found",
+REFLECTION = re.compile(
+    "wait|let me check|hold on|have made a mistake|double[ -]check|is that correct|let me re-read|"
+    "alternatively|let me try|let me consider|what if we try|from a different angle|not sure|"
+    "looks like|that seems|hmm|perhaps|maybe i|not certain|it seems|i suspect|my guess is|"
+    "earlier we saw|from before|recall that|let me go back|previous result|remember that we found"
 )
 """REFRAIN's words of reflection."""
 
-_ANSWERED = ("answer is", "answer should be", "\\boxed")
+_ANSWERED = re.compile(r"answer is|answer should be|\\boxed")
 
 
 def repetition(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
@@ -299,12 +265,10 @@ def repetition(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
     answered = False
     for end in ends:
         text = end.step_text().lower()
-        words, signal = _words(text), math.nan
-        if answered and any(cue in text for cue in REFLECTION):
-            signal = max(similarity(words, before) for before in seen)
+        words, reflects = _words(text), answered and REFLECTION.search(text)
+        yield max(similarity(words, before) for before in seen) if reflects else math.nan
         seen.append(words)
-        answered |= any(cue in text for cue in _ANSWERED)
-        yield signal
+        answered = answered or _ANSWERED.search(text) is not None
 
 
 def repeats(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
@@ -332,22 +296,15 @@ def confirmed(
     `configs/DS-7B.conf`). Before the tenth step nothing stops. The original's detector of
     redundancy is a trained sentence encoder, and it breaks loops; ours compares word counts.
     """
-    before: Counter[str] | None = None
-    first: tuple[str, float] | None = None
+    before, held = Counter[str](), None  # a step's words, and a redundant one's complete answer
     for end in ends:
         words, previous = _words(end.step_text()), before
-        before = words
-        if previous is None or similarity(words, previous) < redundancy or not end.may_stop:
-            yield math.nan
-            continue
-        answer, held = end.trial_answer(max_tokens), first
-        sure = answer.confidence
-        first = None if not answer.said or math.isnan(sure) else (answer.said, sure)
-        verified = (
-            first is not None
-            and held is not None
-            and same(held[0], first[0])
-            and sure >= held[1] - drop
-            and end.step + 1 >= first_step
-        )
-        yield held[1] if verified and held is not None else math.nan
+        before, signal = words, math.nan
+        if similarity(words, previous) >= redundancy and end.may_stop:
+            answer = end.trial_answer(max_tokens)
+            complete = answer.said and not math.isnan(answer.confidence)
+            if held and complete and same(held.said, answer.said) and end.step + 1 >= first_step:
+                sure = answer.confidence >= held.confidence - drop
+                signal = held.confidence if sure else math.nan
+            held = answer if complete else None
+        yield signal

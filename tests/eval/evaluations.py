@@ -19,13 +19,13 @@ from ospruner.eval.table import TraceTable
 from ospruner.rules import StopRule
 
 
-def tabled(mask: Any, **columns: Any) -> TraceTable:
+def tabled(mask: Any, per_problem: int = 1, **columns: Any) -> TraceTable:
     """A table of these steps (N, T), which hold nothing but what is given."""
     traces = len(mask)
     empty = dict.fromkeys(("lengths", "answer_tokens"), np.zeros(mask.shape, np.int64))
     values = {
-        "problem_ids": [f"p{i}" for i in range(traces)],
-        "problem_index": np.arange(traces),
+        "problem_ids": [f"p{i}" for i in range(traces // per_problem)],
+        "problem_index": np.arange(traces) // per_problem,
         **empty,
         "correct": np.zeros(mask.shape),
         "matches_final": np.zeros_like(mask),
@@ -42,11 +42,8 @@ def graded(grades: Any, per_problem: int = 1) -> TraceTable:
     """Traces whose steps have these grades (N, T), and take 10 tokens each."""
     correct = np.array(grades, np.float64)
     lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
-    index = np.arange(len(correct)) // per_problem
-    known: dict[str, Any] = {"problem_index": index, "lengths": lengths, "correct": correct}
-    return tabled(
-        np.ones(correct.shape, bool), **known, problem_ids=[f"p{i}" for i in range(index[-1] + 1)]
-    )
+    known: dict[str, Any] = {"lengths": lengths, "correct": correct, "per_problem": per_problem}
+    return tabled(np.ones(correct.shape, bool), **known)
 
 
 def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1) -> TraceTable:
@@ -56,8 +53,7 @@ def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 1
     lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
     return tabled(
         mask,
-        problem_ids=[f"p{i}" for i in range(traces // per_problem)],
-        problem_index=np.arange(traces) // per_problem,
+        per_problem,
         lengths=np.maximum.accumulate(lengths, axis=1),
         correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
         answer_tokens=rng.integers(1, 9, mask.shape) * mask,
@@ -92,14 +88,10 @@ def outcome(
 ) -> Outcome:
     n = len(full)
     correct = (rng.random(n) < accuracy).astype(np.float64)
-    none, five = np.zeros(n), np.full(n, 5.0)
-    return Outcome.against(
-        full,
-        correct=correct,
-        tokens=rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n),
-        **{"answer_tokens": five, "stopped_answer": five, "stopped": none + 1},
-        **dict.fromkeys(("truncated", "probe_tokens", "rethought"), none),
-    )
+    known: dict[str, Any] = dict.fromkeys(("truncated", "probe_tokens", "rethought"), np.zeros(n))
+    known |= dict.fromkeys(("answer_tokens", "stopped_answer"), np.full(n, 5.0))
+    known["tokens"] = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n)
+    return Outcome.against(full, correct=correct, stopped=np.ones(n), **known)
 
 
 def make_evaluation(
@@ -108,10 +100,9 @@ def make_evaluation(
     answer: str = "forced",
     mode: str = "replay",
     seed: int = 0,
-    problems: int = 60,
 ) -> Report:
     rng = np.random.default_rng(seed)
-    right = (rng.random(2 * problems) < 0.8).astype(np.float64)
+    right = (rng.random(120) < 0.8).astype(np.float64)
     full = outcome(rng, 0.8, 400, right)
     nothing = np.zeros(len(right))
     full = replace(full, correct=right, helped=nothing, harmed=nothing)
@@ -131,7 +122,7 @@ def make_evaluation(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
         rules=[Rule(FULL, full), *made],
         limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
-        problem_index=np.repeat(np.arange(problems), 2),
+        problem_index=np.arange(120) // 2,
         natural_correct=right,
     )
 

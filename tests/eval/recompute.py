@@ -31,22 +31,20 @@ def recomputed(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, float]]
     whole = pq.read_table(folder / "signals.parquet")
     policies = json.loads(whole.schema.metadata[b"ospruner"])["policies"]
     rows = [row for row in whole.to_pylist() if row["split"] == "test"]
-    full = measured(rows, ends)
+    full = measured(rows, at)
     for written in json.loads((folder / "results.json").read_text("utf-8"))["frame"]:
         method, value = written["method"], written["parameter"]
-        seeds = [name for name, one in policies.items() if called(one) == method]
         stops = {
-            "full trace": ends,
+            "full trace": at,
             "fixed budget": lambda row: first(np.array(row["step_ends"]) >= value),  # noqa: B023
             "hindsight oracle": lambda row: at(row, int(np.argmax(row["forced_correct"]))),
         }
-        if seeds:
-            each = [
-                measured(rows, partial(asked, name, policies[name], value), name) for name in seeds
-            ]
-        elif method in stops:
-            each = [measured(rows, stops[method])]
-        else:
+        each = [
+            measured(rows, partial(asked, name, one, value), name)
+            for name, one in policies.items()
+            if called(one) == method
+        ] or [measured(rows, stops[method]) for _ in [0] if method in stops]
+        if not each:
             continue
         found = {name: float(np.mean([one[name] for one in each])) for name in full}
         found["reduction"] = 1 - found["tokens"] / full["tokens"]
@@ -58,8 +56,8 @@ def called(policy: dict[str, Any]) -> str:
     """The method of a policy, as tables have it; "" of one that is not recomputed."""
     if policy["head"] == "price":
         return "OS-Pruner, one policy"
-    names = {"probe": "probe", "convergence": "convergence"}
-    return (names | {"final-answer": "convergence (final answer)"}).get(policy["method"], "")
+    names = {"final-answer": "convergence (final answer)", "flashthink": "", "os-pruner": ""}
+    return names.get(policy["method"], policy["method"])
 
 
 def asked(name: str, policy: dict[str, Any], value: float, row: dict[str, Any]) -> Any:
@@ -76,15 +74,13 @@ def stop_probabilities(flat: Any, price: float, low: float, high: float) -> Any:
     unit = low / 5
     place = RAMPS * math.log1p(price / unit) / math.log1p(high / unit)
     ramps = np.clip(place - np.arange(RAMPS), 0, 1)
-    logits = outputs[:, 0] + np.logaddexp(0, outputs[:, 1:]) @ ramps
-    return 1 / (1 + np.exp(-logits))
+    return 1 / (1 + np.exp(-outputs[:, 0] - np.logaddexp(0, outputs[:, 1:]) @ ramps))
 
 
 def drawn(probabilities: Any) -> Any:
     """The chance to stop at each step; at the last one, that of not having stopped before."""
     going = np.cumprod(np.append(1.0, 1 - probabilities[:-1]))
-    stop = np.append(probabilities[:-1], 1.0)
-    return going * stop
+    return going * np.append(probabilities[:-1], 1.0)
 
 
 def first(stops: Any) -> Any:
@@ -92,13 +88,8 @@ def first(stops: Any) -> Any:
     return np.eye(len(stops))[np.append(stops[:-1], True).argmax()]
 
 
-def ends(row: dict[str, Any]) -> Any:
-    """Never stopping."""
-    return at(row, len(row["step_ends"]) - 1)
-
-
-def at(row: dict[str, Any], place: int) -> Any:
-    """All weight on one step."""
+def at(row: dict[str, Any], place: int = -1) -> Any:
+    """All weight on one step; never stopping, on the last."""
     return np.eye(len(row["step_ends"]))[place]
 
 
@@ -106,21 +97,13 @@ def measured(
     rows: list[dict[str, Any]], stops: Callable[[dict[str, Any]], Any], more: str = ""
 ) -> dict[str, float]:
     """Means over traces, whose steps have these weights; a policy's operations are in `more`."""
-    weights = [stops(row) for row in rows]
-
-    def mean(values: Callable[[dict[str, Any]], Any]) -> float:
-        pairs = zip(rows, weights, strict=True)
-        return float(np.mean([one @ values(row) for row, one in pairs]))
-
-    def flops(row: dict[str, Any]) -> Any:
-        own = np.array(row.get(f"{more}: flops", 0.0)) + np.zeros(len(row["step_ends"]))
-        return own + np.array(row.get("flops", np.nan))
-
-    return {
-        "accuracy": mean(lambda row: np.array(row["forced_correct"])),
-        "tokens": mean(lambda row: np.array(row["step_ends"])),
-        "flops": mean(flops),
-    }
+    numbers = []
+    for row in rows:
+        flops = np.array(row.get("flops", np.nan)) + np.array(row.get(f"{more}: flops", 0.0))
+        columns = row["forced_correct"], row["step_ends"], flops + 0.0 * np.array(row["step_ends"])
+        numbers.append([stops(row) @ np.array(column) for column in columns])
+    means = map(float, np.mean(numbers, axis=0))
+    return dict(zip(("accuracy", "tokens", "flops"), means, strict=True))
 
 
 def main() -> None:
@@ -129,9 +112,8 @@ def main() -> None:
         rows = list(recomputed(folder))
         for written, found in rows:
             for name, value in found.items():
-                stored = written[name]
-                close = math.isnan(value) or stored is None
-                if not (close or math.isclose(stored, value, rel_tol=1e-5, abs_tol=1e-6)):
+                stored = value if written[name] is None else written[name]
+                if not np.isclose(stored, value, 1e-5, 1e-6, equal_nan=True):
                     method, parameter = written["method"], written["parameter"]
                     raise SystemExit(f"{folder}: {name} of {method} {parameter} is {value}")
         print(f"{folder}: {len(rows)} rows agree")

@@ -64,19 +64,15 @@ def drawn(n: int, seed: int) -> TraceTable:
 def test_the_whole_search_keeps_its_word() -> None:
     """A rule that draws: losses of any size, one of its settings exactly at the limit."""
     mixing = [1.0, 0.9, 0.7, 0.4]  # how often it stops at the end, from careful to bold
-    rates = (0.25, 0.05)  # of problems that stopping early harms and helps
-    truth = {share: (1 - share) * (rates[0] - rates[1]) for share in mixing}
+    truth = {share: (1 - share) * (0.25 - 0.05) for share in mixing}  # a quarter is harmed
     lost = []
     for seed in range(CALIBRATIONS):
-        draws = np.random.default_rng(seed)
-        u = draws.random(400)
-        late = draws.random(400) < 0.7
-        early = np.where(u < rates[0], False, np.where(u < sum(rates), True, late))
-        late = np.where(u < rates[0], True, np.where(u < sum(rates), False, late))
-        traces = graded(np.stack([early, late], axis=1).astype(float))
-        settings = [
-            (share, replay(traces, np.tile([1 - share, 0.0], (400, 1)))) for share in mixing
-        ]
+        u, right = np.random.default_rng(seed).random((2, 400))
+        early = np.where(u < 0.25, 0.0, np.where(u < 0.3, 1.0, right < 0.7))
+        late = np.where(u < 0.3, 1.0 - early, early)
+        traces = graded(np.stack([early, late], axis=1))
+        stops = [np.tile([1 - share, 0.0], (400, 1)) for share in mixing]
+        settings = [(s, replay(traces, one)) for s, one in zip(mixing, stops, strict=True)]
         found = calibrate(traces, settings, truth[0.7])
         assert (found.test, found.natural_accuracy) == ("betting", None)
         lost += [] if found.value is None else [truth[found.value]]
@@ -100,8 +96,6 @@ def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
     small = drawn(40, seed=5)
     found = calibrate(small, candidates(small), 0.02)
     assert found.value is None
-    assert losses(small, candidates(small)[0][1]).max() == 0
-    assert found.enough is not None
     assert f"about {found.enough:,} such problems" in found.told(0.02, 0.95)
     assert problems_needed(np.full(100, 1.0), 0.02, LEVEL) is None
     # By approximation 88 would do of 90 that did not.
@@ -109,7 +103,6 @@ def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
     found = calibrate(even, candidates(even), 0.03)
     assert (found.value, problems_needed(np.zeros(90), 0.03, LEVEL)) == (None, 88)
     assert found.enough is not None
-    assert found.enough > 90
     more = graded(np.ones((found.enough, 4)))
     assert calibrate(more, candidates(more), 0.03).value is not None
 
@@ -183,9 +176,9 @@ def test_looks_at_growing_labels_share_the_chance_of_a_broken_word() -> None:
 
     assert broken(len(sizes)) <= BOUND < broken(1)
     small = drawn(300, seed=12)
-    one, four = (calibrate(small, candidates(small), 0.02, looks=looks) for looks in (1, 4))
-    assert one.value is not None
-    assert four.value is None or four.value >= one.value
+    one, four = (calibrate(small, candidates(small), 0.02, looks=looks).value for looks in (1, 4))
+    assert one is not None
+    assert four is None or four >= one
 
 
 def test_a_forecast_is_what_larger_calibrations_save() -> None:
@@ -195,8 +188,7 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
     saved = np.array([1 - one.mean_tokens / full for _, one in settings])
     expected = forecast(lost, saved, 800, 0.05, LEVEL)
     found = []
-    for seed in range(200):
-        large = drawn(800, seed)
+    for large in (drawn(800, seed) for seed in range(200)):
         value = calibrate(large, candidates(large), 0.05).value
         found.append(0.0 if value is None else saved[3 - int(value)])
     assert expected == pytest.approx(np.mean(found), abs=0.1)
@@ -205,12 +197,8 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
 
 def test_numbers_out_of_range_are_refused() -> None:
     traces = drawn(20, 0)
-    for max_loss, confidence, name in (
-        (0.0, 0.95, "max_loss"),
-        (1.0, 0.95, "max_loss"),
-        (0.02, 95.0, "confidence"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} is .*must lie in"):
+    for max_loss, confidence in ((0.0, 0.95), (1.0, 0.95), (0.02, 95.0)):
+        with pytest.raises(ValueError, match=r"is (0.0|1.0|95.0); it must lie in \(0, 1\)"):
             calibrate(traces, candidates(traces), max_loss, confidence)
     with pytest.raises(ValueError, match="no setting to try"):
         calibrate(traces, [], 0.02)

@@ -41,26 +41,17 @@ def test_linear_trace_as_problem_equals_replay(exact: Any) -> None:
     table = make_table(seed=5, traces=1, steps=30)
     steps = int(table.num_steps[0])
     assert steps > 2
-    problem = exact.StoppingProblem(
-        correct=table.correct[0, :steps],
-        lengths=table.lengths[0, :steps].astype(float),
-        transitions=np.eye(steps, k=1),
-        initial=np.eye(steps)[0],
-    )
+    correct, lengths = table.correct[0, :steps], table.lengths[0, :steps].astype(float)
+    problem = exact.StoppingProblem(correct, lengths, np.eye(steps, k=1), np.eye(steps)[0])
     pi = np.random.default_rng(0).random(table.mask.shape)
-    outcome = replay(table, pi)
-    assert exact.policy_value(problem, pi[0, :steps], 0.003) == pytest.approx(
-        outcome.accuracy - 0.003 * outcome.mean_tokens, abs=1e-12
-    )
-    oracle = hindsight_oracle(table, 0.003)
-    assert exact.solve(problem, 0.003)[0] == pytest.approx(
-        oracle.accuracy - 0.003 * oracle.mean_tokens, abs=1e-12
-    )
+    found = exact.policy_value(problem, pi[0, :steps], 0.003), exact.solve(problem, 0.003)[0]
+    for value, one in zip(found, (replay(table, pi), hindsight_oracle(table, 0.003)), strict=True):
+        assert value == pytest.approx(one.accuracy - 0.003 * one.mean_tokens, abs=1e-12)
 
 
 def test_theorem_1_is_drawn(load_script: LoadScript, tmp_path: Path) -> None:
-    load_script("docs/examples/theorem1.py").main(tmp_path / "t.png")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    load_script("docs/examples/theorem1.py").main(file := tmp_path / "t.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_trained_policy_approaches_the_optimum_and_no_threshold_does(

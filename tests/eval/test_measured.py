@@ -1,19 +1,82 @@
+"""What models compute, against torch's counter and by hand; what rules measure and cost."""
+
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GemmaConfig, MistralConfig, Qwen2ForCausalLM
 
+from modeling_ospruner.policy_ospruner import decoder_layers
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.compute import Compute, LayerWork, ModelWork
 from ospruner.eval.measured import Split, family_thresholds, measure, step_ends
 from ospruner.eval.replay import replay_at
 from ospruner.eval.table import TraceTable
 from ospruner.rules import FAMILIES, Agreement, AnswerEntropy, ThinkJustEnough, TrialConfidence
 
+from ..families import ORDINARY, OTHERS, make_base
 from .evaluations import dataset_of, replay_rule
 from .test_compare import split
+
+
+def counted(base: Qwen2ForCausalLM, ids: torch.Tensor, **arguments: Any) -> tuple[int, Any]:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        output = base(ids, use_cache=True, logits_to_keep=1, **arguments)
+    return counter.get_total_flops(), output.past_key_values
+
+
+def test_a_decoded_token_costs_what_torch_counts(tiny_base: Qwen2ForCausalLM) -> None:
+    tiny_base.set_attn_implementation("eager")
+    work = ModelWork.of_config(tiny_base.config)
+    assert len(work.layers) == 4
+    _, cache = counted(tiny_base, torch.arange(10)[None])
+    flops, _ = counted(tiny_base, torch.tensor([[3]]), past_key_values=cache)
+    assert flops == float(work.read(10, 11)) + work.logits
+    assert float(work.read(10, 11, 2)) == pytest.approx(float(work.read(10, 11)) / 2)
+    assert float(work.read(0, 11, 0)) == 0
+    places = np.arange(11)
+    assert float(work.read(0, 11)) == pytest.approx(work.read(places, places + 1).sum())
+
+
+def test_a_layer_by_hand() -> None:
+    work = ModelWork((LayerWork(token=100, attended=10),), logits=0)
+    assert work.read(0, 4) == 400 + 10 * (1 + 2 + 3 + 4)
+    assert work.read(2, 4) == 200 + 10 * (3 + 4)
+    windowed = ModelWork((LayerWork(token=100, attended=10, window=3),), logits=0)
+    assert windowed.read(0, 6) == 600 + 10 * (1 + 2 + 3 + 3 + 3 + 3)
+    np.testing.assert_array_equal(windowed.read([0, 4], [6, 6]), [750, 260])
+
+
+def test_windows_are_read_from_the_configuration() -> None:
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
+    small |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for window, wanted in ((8, 8), (None, math.inf)):
+        work = ModelWork.of_config(MistralConfig(**small, sliding_window=window))
+        assert [layer.window for layer in work.layers] == [wanted, wanted]
+    # A head's width of its own: 2 heads of 32 numbers on a width of 16.
+    wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
+    assert wide.layers[0].attended == 4 * 2 * 32
+
+
+@pytest.mark.parametrize("family", [*ORDINARY, *OTHERS])
+def test_the_work_of_every_family_is_that_of_its_matrices(family: str, reasoner: Reasoner) -> None:
+    """A token meets every number of a layer but those of experts, and of vectors."""
+    base = make_base(family, reasoner.tokenizer)
+    work = ModelWork.of_config(base.config)
+    for layer, one in zip(decoder_layers(base), work.layers, strict=True):
+        names = dict(layer.named_parameters())
+        met = sum(p.numel() for p in names.values() if p.ndim > 1)
+        experts = sum(p.numel() for name, p in names.items() if p.ndim == 3 and "experts" in name)
+        assert one.token == 2 * met or 2 * (met - experts) < one.token < 2 * met
+        assert bool(experts) == (one.token < 2 * met)
+
 
 ROWS = {
     # Each step of a trace: answer, tokens, mean log-probability, entropy.
@@ -66,17 +129,12 @@ def test_the_compute_of_trial_answers_by_hand() -> None:
     queries, last = compute.tail(charged, 1, queries=True), int(table.last[0])
     assert queries[0, 1] == read(14, 15) + read(24, 25)
     assert queries[0, last] == queries[0, last - 1]
-    with pytest.raises(ValueError, match="trial answers have no price: give the Split the"):
-        replay_rule(Split(dataset, charged, SUFFIX), AnswerEntropy(0.4))
 
 
 def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
-    split = Split(dataset, table, SUFFIX)
-    with pytest.raises(ValueError, match="reads the thinking, and the base's tokenizer is not"):
-        replay_rule(split, TrialConfidence(0.9, transition_words=("Wait",)))
-    with pytest.raises(ValueError, match="goes by the entropy of the thinking"):
-        replay_rule(split, ThinkJustEnough(0.5))
+    with pytest.raises(ValueError, match="base of these traces is not at hand, and its tokenizer"):
+        replay_rule(Split(dataset, table, SUFFIX), ThinkJustEnough(0.5))
     entropies = [[None, *(step[3] for step in steps[1:])] for steps in ROWS.values()]
     nulls = [[None] * len(steps) for steps in ROWS.values()]
     bare = dataset.remove_columns("forced_entropy")
@@ -116,9 +174,9 @@ def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -
     short = [outcome.mean_tokens for outcome in outcomes]
     assert short == sorted(short)
     for value, outcome in zip(grid, outcomes, strict=True):
-        stops = []
+        stops, rule = [], family(value, same=split.same)  # whose rows share nothing
         for n in range(len(table)):
-            decide = family(value, same=split.same).for_row()
+            decide = rule.for_row()
             ends = step_ends(split, n, split.dataset[:], np.zeros(2))
             stops.append(next((end.step for end in ends if decide(end)[0]), int(table.last[n])))
         np.testing.assert_array_equal(outcome.tokens, replay_at(table, stops).tokens)

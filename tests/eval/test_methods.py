@@ -13,53 +13,41 @@ from ospruner.formats import DEEPSEEK_R1
 
 
 def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
-    config = OSPrunerConfig(
-        base_model_name_or_path="org/base",
-        base_revision="abc",
-        method=method,
-        price=penalty,
-        default_mode="sample" if method == "os-pruner" else "threshold",
-        reasoning_format=DEEPSEEK_R1.to_dict(),
-        **more,
-    )
-    config.save_pretrained(folder)
+    more |= {"base_model_name_or_path": "org/base", "base_revision": "abc", "price": penalty}
+    more |= {"reasoning_format": DEEPSEEK_R1.to_dict(), "method": method}
+    mode = "sample" if method == "os-pruner" else "threshold"
+    OSPrunerConfig(default_mode=mode, **more).save_pretrained(folder)
     return folder
 
 
 def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path) -> None:
     ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
-    uses = parse_policies([str(ours), str(probe)])
-    assert (uses[0].method, uses[0].mode, uses[0].parameter) == ("OS-Pruner", "sample", 1e-4)
-    assert uses[0].parameter_name == "price"
-    assert [use.threshold for use in uses[1:]] == list(PAPER_THRESHOLDS)
-    assert {(use.method, use.mode) for use in uses[1:]} == {("probe", "threshold")}
+    first, *uses = parse_policies([str(ours), str(probe)])
+    told = (first.method, first.mode, first.parameter, first.parameter_name)
+    assert told == ("OS-Pruner", "sample", 1e-4, "price")
+    assert [use.threshold for use in uses] == list(PAPER_THRESHOLDS)
+    assert {(use.method, use.mode) for use in uses} == {("probe", "threshold")}
     # Both ways of deciding can be asked for.
     uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
-    names = ["OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)"]
-    assert [use.method for use in uses] == names
-    assert [use.threshold for use in uses] == [0.3, 0.5, None, None]
+    names = {"OS-Pruner (≥0.3)": 0.3, "OS-Pruner (≥0.5)": 0.5, "OS-Pruner": None}
+    assert {use.method: use.threshold for use in uses} == {**names, "probe (sampled)": None}
 
 
 def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
-    save(tmp_path / "run" / "price1e-4", penalty=1e-4)
-    save(tmp_path / "run" / "price5e-5", penalty=5e-5)
+    for price in (1e-4, 5e-5):
+        save(tmp_path / "run" / f"price{price}", penalty=price)
     (tmp_path / "run" / "logs").mkdir()
-    assert {use.parameter for use in parse_policies([str(tmp_path / "run")])} == {1e-4, 5e-5}
+    assert [use.parameter for use in parse_policies([str(tmp_path / "run")])] == [1e-4, 5e-5]
 
 
 def test_bad_policies_are_refused(tmp_path: Path) -> None:
+    """Further ones: tests/project/bad_inputs.txt."""
     ours, other = save(tmp_path / "ours"), save(tmp_path / "other", num_policy_layers=3)
-    (tmp_path / "empty").mkdir()
-    thresholds = "after @ stand thresholds in .0, 1., such as @.7,.8"
-    refused: list[tuple[list[Any], str]] = [
-        *(([f"{ours}@{how}"], thresholds) for how in ("2", "half", "-1")),
+    for specs, message in (
         (["dear"], "dear is no folder here; did you mean the rule 'deer'"),
-        (["qqqqqqqq"], "is no folder here. Give the folder of a policy"),
-        ([tmp_path / "empty"], "empty holds no policy"),
         ([ours, ours], "given twice for OS-Pruner with parameter 0.0001"),
         ([ours, other], "with num_policy_layers 3 and 2: they are no training seeds"),
-    ]
-    for specs, message in refused:
+    ):
         with pytest.raises(ValueError, match=message):
             parse_policies(list(map(str, specs)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, TokenFormat
+from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.rules import Agreement, AnswerEntropy, Budget, Family, StopRule, TrialConfidence
+from ospruner.rules import Agreement, Budget, Family, StepEnd, StopRule
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
 
@@ -26,32 +27,24 @@ from ..eval.evaluations import tabled
 from ..families import let_write_paragraphs, make_base
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
-NEW_TOKENS = 24
 
 
-def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """A tiny random base, which likes to end paragraphs and never ends its text."""
+def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, TokenFormat, Any]:
+    """A tiny random base, which likes to end paragraphs and never ends its text; two prompts."""
     base: Any = make_base(family, tokenizer, max_position_embeddings=512)
-    let_write_paragraphs(base, TokenFormat.compile(DEEPSEEK_R1, tokenizer), 10.0, -60.0)
-    return base
+    fmt, asked = TokenFormat.compile(DEEPSEEK_R1, tokenizer), "Ann has 3 apples"
+    let_write_paragraphs(base, fmt, 10.0, -60.0)
+    return base, fmt, chat_batch(tokenizer, [asked, f"{asked} and buys 4 more"])
 
 
-def prompts(tokenizer: PreTrainedTokenizerFast, batch: int = 2) -> dict[str, torch.Tensor]:
-    return chat_batch(
-        tokenizer, ["Ann has 3 apples" + " and buys 4 more" * i for i in range(batch)]
-    )
+def asking(seen: list[tuple[int, int, TrialAnswer]]) -> StopRule:
+    """Tries an answer at each step end and keeps it; never stops."""
 
+    def steps(end: StepEnd) -> float:
+        seen.append((end.row, end.thinking_tokens, end.trial_answer(6)))
+        return end.step
 
-def asking(seen: list[tuple[int, int, TrialAnswer]], max_tokens: int, stop_at: int) -> StopRule:
-    """Tries an answer at each step end and keeps it; stops at the step `stop_at`."""
-
-    def steps(ends: Iterator[Any], same: Any) -> Iterator[float]:
-        for end in ends:
-            answer = end.trial_answer(max_tokens)
-            seen.append((end.row, end.thinking_tokens, answer))
-            yield float(end.step)
-
-    return Family("asking", steps, high=1e9, asks=frozenset({"trial_answer", "text"}))(stop_at)
+    return Family("asking", steps, high=1e9, asks=frozenset({"trial_answer", "text"}))(1e9)
 
 
 def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
@@ -89,10 +82,9 @@ def answer_by_whole_passes(
     return ids, logprobs, entropy
 
 
-SLOW = ("qwen3_next", "gemma3_text")  # as gpt_oss and falcon_h1 here
 CASES = [  # the windows are shorter than any prompt: what such a layer holds has long been cut
     *("qwen2", "gpt_oss", "lfm2", "falcon_h1"),
-    *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_next", "gemma3_text")),
 ]
 
 
@@ -101,19 +93,16 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
     tiny_tokenizer: PreTrainedTokenizerFast, family: str
 ) -> None:
     """Cache, random state and texts are what they are without trial answers."""
-    base = writer(family, tiny_tokenizer)
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = prompts(tiny_tokenizer)
+    base, fmt, inputs = writer(family, tiny_tokenizer)
     assert (inputs["attention_mask"] == 0).any()
-    how = {**SAMPLED, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    how = {**SAMPLED, "max_new_tokens": 24, "return_dict_in_generate": True}
     torch.manual_seed(5)
     plain = base.generate(**inputs, disable_compile=True, **how)
     plain_state = torch.get_rng_state()
     seen: list[tuple[int, int, TrialAnswer]] = []
-    rule = asking(seen, 6, 10**6)
     torch.manual_seed(5)
     asked, records = generate_with_rule(
-        base, tiny_tokenizer, rule, token_format=fmt, **inputs, **how
+        base, tiny_tokenizer, asking(seen), token_format=fmt, **inputs, **how
     )
     assert torch.equal(torch.get_rng_state(), plain_state)
     assert torch.equal(asked.sequences, plain.sequences)
@@ -142,104 +131,28 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
 def test_a_base_without_a_cache_of_keys_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    base = writer("mamba", tiny_tokenizer)
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-    inputs = prompts(tiny_tokenizer)
+    base, fmt, inputs = writer("mamba", tiny_tokenizer)
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
         generate_with_rule(
-            base, tiny_tokenizer, asking([], 6, 9), token_format=fmt, **inputs, max_new_tokens=3
+            base, tiny_tokenizer, asking([]), token_format=fmt, **inputs, max_new_tokens=3
         )
 
 
-Solved = tuple[list[StopRecord], list[list[int]]]  # records, and what was generated
-
-
-def solve(reasoner: Reasoner, rule: StopRule | dict[str, Any]) -> Solved:
-    """Greedy traces of six problems under a rule."""
-    inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
-    output, records = generate_with_rule(
-        reasoner.model,
-        reasoner.tokenizer,
-        rule,
-        token_format=reasoner.token_format,
-        **inputs,
-        max_new_tokens=160,
-        do_sample=False,
-    )
-    return records, output[:, inputs["input_ids"].shape[1] :].tolist()
-
-
-@pytest.fixture(scope="module")
-def whole(reasoner: Reasoner) -> Solved:
-    """What the reasoner writes when nothing stops it."""
-    return solve(reasoner, Budget(10_000))
-
-
-RULES: dict[str, StopRule] = {
-    "entropy": AnswerEntropy(0.05),
-    "confidence": TrialConfidence(0.97),
-    "confidence before words": TrialConfidence(0.97, transition_words=("Let", "That")),
-    "agreement": Agreement(2),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_training_free_rules_shorten_the_reasoners_traces(
-    reasoner: Reasoner, whole: Solved, name: str
-) -> None:
-    """Each row is the whole trace up to its stop, and then the answer that was tried there."""
-    records, texts = solve(reasoner, RULES[name])
-    full, full_texts = whole
-    stopped = [i for i, record in enumerate(records) if record.reason == "policy"]
-    assert len(stopped) >= 4
-    tokens, full_tokens = (sum(r.thinking_tokens for r in rs) for rs in (records, full))
-    assert tokens + sum(r.probe_tokens for r in records) < full_tokens
-    suffix = reasoner.token_format.forced_suffix()
-    for i, record in enumerate(records):
-        kept = record.thinking_tokens
-        assert texts[i][:kept] == full_texts[i][:kept]
-        assert len(record.signals) == len(record.step_ends)
-        assert record.probabilities == []
-        measured = [signal for signal in record.signals if not math.isnan(signal)]
-        assert record.nan_steps == 0
-        assert (record.probe_tokens > 0) == bool(measured)
-        if i in stopped:
-            assert texts[i][kept : kept + len(suffix)] == suffix
-            assert not math.isnan(record.signals[-1])
-            assert "}" in reasoner.tokenizer.decode(texts[i][kept + len(suffix) :])
-
-
-def test_a_stopped_row_writes_its_trial_answer(reasoner: Reasoner) -> None:
-    """What is forced after the stop is what was tried before it."""
-    seen: list[tuple[int, int, TrialAnswer]] = []
-    records, texts = solve(reasoner, {"rule": asking(seen, 8, 1), "max_answer_tokens": 8})
-    tried = {(row, end): answer.ids for row, end, answer in seen}
-    stopped = [row for row, record in enumerate(records) if record.reason == "policy"]
-    assert len(stopped) >= 4
-    for row in stopped:
-        record = records[row]
-        assert len(record.step_ends) == 2
-        ids = tried[row, record.step_ends[1]]
-        start = record.thinking_tokens + len(reasoner.token_format.forced_suffix())
-        assert ids == tuple(texts[row][start : start + len(ids)]) != ()
-
-
-def told(found: dict[int, list[tuple[str, float]]]) -> StopRule:
-    """Keeps what each row's step ends say of the thinking."""
-
-    def keep(ends: Iterator[Any], same: Any) -> Iterator[float]:
-        for end in ends:
-            found.setdefault(end.row, []).append((end.step_text(), end.thinking_entropy()))
-            yield math.nan
-
-    return Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
-
-
-def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner, whole: Solved) -> None:
+def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner) -> None:
     """As a pass over each whole text finds them."""
-    found: dict[int, list[tuple[str, float]]] = {}
-    records, texts = solve(reasoner, told(found))
-    assert texts == whole[1]
+    found: dict[int, list[tuple[str, float]]] = defaultdict(list)
+
+    def keep(end: StepEnd) -> float:
+        found[end.row].append((end.step_text(), end.thinking_entropy()))
+        return math.nan
+
+    rule = Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
+    inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
+    how: dict[str, Any] = {"token_format": reasoner.token_format, "do_sample": False}
+    output, records = generate_with_rule(
+        reasoner.model, reasoner.tokenizer, rule, **inputs, **how, max_new_tokens=160
+    )
+    texts = output[:, inputs["input_ids"].shape[1] :].tolist()
     ids = prompts_of(reasoner, 6)
     traces = [text[: r.step_ends[-1]] for text, r in zip(texts, records, strict=True)]
     ends = [r.step_ends for r in records]
@@ -256,25 +169,8 @@ def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner, whol
     assert len({round(h, 6) for row in found.values() for _, h in row}) > len(ends)
 
 
-def test_a_budget_needs_no_policy(reasoner: Reasoner, whole: Solved) -> None:
-    records, _ = solve(reasoner, Budget(40))
-    assert [r.reason for r in records].count("budget") >= 4
-    for record, full in zip(records, whole[0], strict=True):
-        ends = full.step_ends
-        expected = next((end for end in ends if end >= 40), full.thinking_tokens)
-        assert record.thinking_tokens == expected
-        assert record.probe_tokens == 0
-    limited, _ = solve(reasoner, {"rule": Budget(10_000), "max_thinking_tokens": 40})
-    assert [r.thinking_tokens for r in limited] == [r.thinking_tokens for r in records]
-
-
-def test_rules_and_the_learned_policys_settings_exclude_each_other(reasoner: Reasoner) -> None:
-    with pytest.raises(ValueError, match="stop_policy holds no rule"):
-        solve(reasoner, {"threshold": 0.5})
+def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="mode, threshold and price are the learned"):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
-    for wrong in ("entropy", Agreement):
-        with pytest.raises(TypeError, match="rule is .* it must be a RuleLike"):
-            StopPolicyConfig.of({"rule": wrong})
     assert StopPolicyConfig.of(Agreement(2)) == StopPolicyConfig(rule=Agreement(2))
     assert StopPolicyConfig(rule=Budget(5)).with_defaults(OSPrunerConfig()).mode is None

@@ -5,33 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import pytest
-
+from ospruner import rules
 from ospruner.eval.grading.boxed import equal
-from ospruner.rules import (
-    Agreement,
-    AnswerEntropy,
-    Budget,
-    Deer,
-    Dynasor,
-    Family,
-    HaltCot,
-    Loops,
-    Puma,
-    Refrain,
-    RunJump,
-    StopRule,
-    ThinkJustEnough,
-    TrialAnswer,
-    TrialConfidence,
-)
+from ospruner.rules import StepEnd, StopRule, TrialAnswer, parse_rule
 
 
 @dataclass
 class End:
-    """A step end with what a rule may find there."""
+    """What a rule may find at the step ends of a row."""
 
     answers: Sequence[TrialAnswer] = ()
     texts: Sequence[str] = ()
@@ -39,35 +24,22 @@ class End:
     entropies: Sequence[float] = ()
     every: int = 10
     may_stop: bool = True
-    step: int = 0
     tried: list[int] = field(default_factory=list)
 
-    @property
-    def thinking_tokens(self) -> int:
-        return (self.step + 1) * self.every
+    def at(self, step: int) -> StepEnd:
+        def trial_answer(max_tokens: int) -> TrialAnswer:
+            self.tried.append(step)
+            return self.answers[step]
 
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
-        self.tried.append(self.step)
-        return self.answers[self.step]
-
-    def next_text(self) -> str:
-        return self.words[self.step]
-
-    def step_text(self) -> str:
-        return self.texts[self.step]
-
-    def thinking_entropy(self) -> float:
-        return self.entropies[self.step]
+        told: tuple[Any, ...] = (self.words, self.texts, self.entropies)
+        here = [partial(one.__getitem__, step) for one in told]
+        return StepEnd(0, step, (step + 1) * self.every, self.may_stop, trial_answer, *here)
 
 
-def stops(rule: StopRule, end: Any, steps: int) -> list[int]:
+def stops(rule: StopRule, end: End, steps: int) -> list[int]:
     """At which steps, from 1, a rule would stop, were it never obeyed."""
-    decide, found = rule.for_row(), []
-    for step in range(steps):
-        end.step = step
-        if decide(end)[0]:
-            found.append(step + 1)
-    return found
+    decide = rule.for_row()
+    return [step + 1 for step in range(steps) if decide(end.at(step))[0]]
 
 
 def graded(one: str, other: str) -> bool:
@@ -82,10 +54,10 @@ def said(text: str, sure: float = 1.0, ended: Any = "closed", bits: float = 0.0)
 def test_dynasor_wants_k_equal_answers_none_of_which_hesitates() -> None:
     answers = ["3", "7", "7.0", "7", "wait, 7", "7", "7", "7", "", "7"]
     end = End([said(text) for text in answers], every=64)
-    assert stops(Dynasor(3, same=graded), end, len(answers)) == [4, 8]
+    assert stops(rules.Dynasor(3, same=graded), end, len(answers)) == [4, 8]
     # Every 64 tokens: with steps of 40 tokens, an answer is tried at 80, 160, 240, 320 of them.
     end = End([said("7")] * 8, every=40)
-    assert stops(Dynasor(3), end, 8) == [6, 8]
+    assert stops(rules.Dynasor(3), end, 8) == [6, 8]
     assert end.tried == [1, 3, 5, 7]
 
 
@@ -95,45 +67,42 @@ def test_es_cot_stops_where_the_run_jumps() -> None:
     answers = ["1", "2", "2", "2", "3", "3", "4", *["7"] * 8]
     end = End([said(text) for text in answers])
     # t = (d - .25) 2 / 1.5 is above the quantile 2.353 of 3 degrees from d = 3 on: r = 4.
-    assert stops(RunJump(1), end, len(answers))[-5:] == [11, 12, 13, 14, 15]
-    assert stops(RunJump(5), end, len(answers)) == [13, 14, 15]
-    assert stops(RunJump(3), end, len(answers)) == [11, 12, 13, 14, 15]
+    assert stops(rules.RunJump(1), end, len(answers))[-5:] == [11, 12, 13, 14, 15]
+    assert stops(rules.RunJump(5), end, len(answers)) == [13, 14, 15]
+    assert stops(rules.RunJump(3), end, len(answers)) == [11, 12, 13, 14, 15]
     # At step 4 the only earlier difference is 1: nothing to test, so the 2 alone decides.
-    assert 4 in stops(RunJump(2), end, len(answers))
-
-
-def test_es_cot_without_a_change_and_with_incomplete_answers() -> None:
-    assert stops(RunJump(3), End([said("7")] * 5), 5) == [3, 4, 5]
+    assert 4 in stops(rules.RunJump(2), end, len(answers))
+    # Without a change, and with incomplete answers.
+    assert stops(rules.RunJump(3), End([said("7")] * 5), 5) == [3, 4, 5]
     broken = [said("7"), said("7"), said("7", ended="length"), said("7"), said("7")]
-    assert stops(RunJump(3), End(broken), 5) == []
+    assert stops(rules.RunJump(3), End(broken), 5) == []
 
 
 def test_halt_cot_wants_two_entropies_in_a_row_below_theta() -> None:
     bits = [0.5, 0.7, 0.59, 0.6, 0.5, 0.1, 0.2]
     end = End([said("7", bits=value) for value in bits])
-    assert stops(HaltCot(0.6), end, 7) == [6, 7]
+    assert stops(rules.HaltCot(0.6), end, 7) == [6, 7]
     unclear = [said("7", bits=0.1), said("7", bits=0.1, ended="length"), said("7", bits=0.1)]
-    assert stops(HaltCot(0.6), End(unclear), 3) == []
-    assert stops(HaltCot(0.0), End([said("7")] * 3), 3) == []
+    assert stops(rules.HaltCot(0.6), End(unclear), 3) == []
+    assert stops(rules.HaltCot(0.0), End([said("7")] * 3), 3) == []
 
 
 def test_deer_must_be_above_its_threshold_before_wait_and_tries_ten_times() -> None:
     words = ["So", " Wait", "Alternatively", "Wait", "Wait"]
-    sure = [0.99, 0.95, 0.99, 0.96, 0.94]
-    end = End([said("7", value) for value in sure], words=words)
-    assert stops(Deer(0.95), end, 5) == [4]
+    end = End([said("7", value) for value in (0.99, 0.95, 0.99, 0.96, 0.94)], words=words)
+    assert stops(rules.Deer(0.95), end, 5) == [4]
     assert end.tried == [1, 3, 4]
     later = [said("7", 0.5)] * 10 + [said("7", 0.99)] * 2
     end = End(later, words=["Wait"] * 12)
-    assert stops(Deer(0.95), end, 12) == []
+    assert stops(rules.Deer(0.95), end, 12) == []
     assert end.tried == list(range(10))
-    assert stops(Deer(0.95, trials=12), end, 12) == [11, 12]
+    assert stops(rules.Deer(0.95, trials=12), end, 12) == [11, 12]
 
 
 def test_think_just_enough_compares_the_mean_entropy_in_bits() -> None:
     end = End(entropies=[math.log(4), math.log(2), 0.5 * math.log(2)])
-    assert stops(ThinkJustEnough(0.99), end, 3) == [3]
-    assert stops(ThinkJustEnough(2.5), end, 3) == [1, 2, 3]
+    assert stops(rules.ThinkJustEnough(0.99), end, 3) == [3]
+    assert stops(rules.ThinkJustEnough(2.5), end, 3) == [1, 2, 3]
 
 
 def test_refrain_wants_reflection_on_an_answer_that_repeats_a_step() -> None:
@@ -145,16 +114,16 @@ def test_refrain_wants_reflection_on_an_answer_that_repeats_a_step() -> None:
         "Hmm, what of seven?",  # reflection on something new
     ]
     # To the first step: 4 of 6 words each with two "two"s: (4+1+1+1) / 8 = 7 / 8.
-    assert stops(Refrain(0.87), End(texts=texts), 5) == [4]
-    assert stops(Refrain(0.9), End(texts=texts), 5) == []
+    assert stops(rules.Refrain(0.87), End(texts=texts), 5) == [4]
+    assert stops(rules.Refrain(0.9), End(texts=texts), 5) == []
     # Of step 5's four words "hmm" alone is in step 4, whose norm is the root of 8.
-    assert stops(Refrain(1 / math.sqrt(4 * 8) - 1e-9), End(texts=texts), 5) == [4, 5]
+    assert stops(rules.Refrain(1 / math.sqrt(4 * 8) - 1e-9), End(texts=texts), 5) == [4, 5]
 
 
 def test_loops_are_steps_that_say_the_same_again() -> None:
     texts = ["So 2 + 2 is 4.", "Hm", "so (2+2) is 4", "...", "Hm!", "So 2 + 2 is 4!", "So 2 + 3"]
-    assert stops(Loops(1), End(texts=texts), 7) == [3, 5, 6]
-    assert stops(Loops(2), End(texts=texts), 7) == [6]
+    assert stops(rules.Loops(1), End(texts=texts), 7) == [3, 5, 6]
+    assert stops(rules.Loops(2), End(texts=texts), 7) == [6]
 
 
 def test_puma_verifies_at_two_redundant_steps() -> None:
@@ -164,39 +133,35 @@ def test_puma_verifies_at_two_redundant_steps() -> None:
     end = End([said(a, s) for a, s in zip(answers, sure, strict=True)], texts)
     # Steps 3, 4, 5, 7 and 8 repeat the one before. 4 confirms 3; 5 says something else; 8 is less
     # sure than 7 by more than .03.
-    assert stops(Puma(0.98, first_step=1), end, 8) == [4]
+    assert stops(rules.Puma(0.98, first_step=1), end, 8) == [4]
     assert end.tried == [2, 3, 4, 6, 7]
-    assert stops(Puma(0.995, first_step=1), end, 8) == []
-    assert stops(Puma(0.98, first_step=1, drop=0.05), end, 8) == [4, 8]
-    assert stops(Puma(0.98, first_step=5), end, 8) == []
+    assert stops(rules.Puma(0.995, first_step=1), end, 8) == []
+    assert stops(rules.Puma(0.98, first_step=1, drop=0.05), end, 8) == [4, 8]
+    assert stops(rules.Puma(0.98, first_step=5), end, 8) == []
 
 
 def test_trial_answers_by_hand() -> None:
     """The answer's certainty and agreement, at each step end or where one is due."""
     answers = [said("7", 0.5), said("7", 0.9), said("7", 0.99, ended="length"), said("7", 0.96)]
     end = End(answers, words=["so", "Wait", "Wait", "so"])
-    assert stops(TrialConfidence(0.9), end, 4) == [2, 4]
-    assert stops(TrialConfidence(0.9, transition_words=("Wait",)), end, 4) == [2]
+    assert stops(rules.TrialConfidence(0.9), end, 4) == [2, 4]
+    assert stops(rules.TrialConfidence(0.9, transition_words=("Wait",)), end, 4) == [2]
     end = End([said(text) for text in ("3", "7", "7", "", "7", "7", "7")])
-    assert stops(Agreement(3), end, 7) == [7]
-    assert stops(Agreement(2), end, 7) == [3, 6, 7]
+    assert stops(rules.Agreement(3), end, 7) == [7]
+    assert stops(rules.Agreement(2), end, 7) == [3, 6, 7]
     sure = [TrialAnswer((0,), "closed", (0.0,), nats) for nats in (0.5, 0.4, 0.3, math.nan)]
-    assert stops(AnswerEntropy(0.4), End(sure), 4) == [2, 3]
-    assert stops(Budget(21), End(), 4) == [3, 4]
+    assert stops(rules.AnswerEntropy(0.4), End(sure), 4) == [2, 3]
+    assert stops(rules.Budget(21), End(), 4) == [3, 4]
+
+
+def test_the_documented_rule_wants_two_equal_and_sure_answers(repo_dir: Path) -> None:
+    rule = parse_rule(f"{repo_dir / 'docs/examples/own_rule.py'}:SURE_TWICE:0.9", graded)
+    assert isinstance(rule, StopRule)
+    answers = (("7", 0.95), ("7.0", 0.8), ("7", 0.95), ("7", 0.92), ("8", 0.99), ("", 1), ("", 1))
+    assert stops(rule, End([said(*one) for one in answers]), 7) == [4]
 
 
 def test_nothing_is_tried_before_a_row_may_stop() -> None:
     end = End([said("7")] * 3, may_stop=False)
-    assert stops(Agreement(2), end, 3) == []
+    assert stops(rules.Agreement(2), end, 3) == []
     assert end.tried == []
-
-
-@pytest.mark.parametrize("family", [Agreement, Deer, RunJump, HaltCot, Refrain, Puma])
-def test_rows_do_not_share_what_they_remember(family: Family) -> None:
-    """A second row of the same rule stops where the first did."""
-    texts = ["the answer is 7", "wait the answer is 7", "wait the answer is 7"] * 5
-    end = End([said("7", bits=0.1)] * 15, texts, ["Wait"] * 15)
-    rule = family(2 if family.whole else 0.5)
-    found = stops(rule, end, 15)
-    assert found
-    assert stops(rule, end, 15) == found

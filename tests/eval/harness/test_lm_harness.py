@@ -16,16 +16,16 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import main
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.problems.problem import user_message
 from ospruner.train.untrained import untrained
 
-from ...chats import chat_batch, chat_ids
+from ...chats import asked_of, chat_batch, chat_ids
 from ...serving.vllm.plugin_replay import make_policy
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
 
 Policy = tuple[OSPrunerForCausalLM, Path]
 COUNT = 4
+PROBLEMS = draw_split("test", COUNT, 0)
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,12 @@ def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Poli
 
 
 @pytest.fixture(scope="module")
-def rows(reasoner: Reasoner) -> list[dict[str, str]]:
-    """Test problems as their users would ask them, with the answers."""
-    fmt = reasoner.token_format.format
-    return [
-        {"problem": user_message(one, fmt), "answer": str(one.answer)}
-        for one in draw_split("test", COUNT, 0)
-    ]
-
-
-@pytest.fixture(scope="module")
-def tasks(rows: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task of lm_eval on these problems."""
+def tasks(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of lm_eval on problems as their users would ask them."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "sums.jsonl"
+    texts = asked_of(reasoner, COUNT)
+    rows = [{"problem": t, "answer": p.answer} for t, p in zip(texts, PROBLEMS, strict=True)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     text = Path(__file__).with_name("sums.yaml").read_text("utf-8")
     (folder / "sums.yaml").write_text(text.replace("{data_file}", json.dumps(str(data))), "utf-8")
@@ -82,7 +74,7 @@ def logged(done: dict[str, Any]) -> list[list[dict[str, Any]]]:
     "settings", [{"threshold": 0.1}, {"threshold": 0.9, "max_thinking_tokens": 40}, None]
 )
 def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
-    policy: Policy, tasks: Path, rows: list[dict[str, str]], settings: dict[str, Any] | None
+    reasoner: Reasoner, policy: Policy, tasks: Path, settings: dict[str, Any] | None
 ) -> None:
     """Answers begin after the thinking's end, and the task's stop strings count in them alone."""
     model, folder = policy
@@ -90,10 +82,10 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     given = {"stop_policy": False} if settings is None else settings
     done = evaluate(tasks, {"policy": str(folder), **given}, batch_size=2)
     samples = done["samples"]["ospruner_sums"]
-    assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
+    assert [sample["target"] for sample in samples] == [one.answer for one in PROBLEMS]
     right = 0
-    for sample, row in zip(samples, rows, strict=True):
-        inputs: Any = chat_batch(tokenizer, [row["problem"]])
+    for sample, text in zip(samples, asked_of(reasoner, COUNT), strict=True):
+        inputs: Any = chat_batch(tokenizer, [text])
         output = model.generate(
             **inputs, stop_policy=settings or False, max_new_tokens=300, do_sample=False
         )
@@ -109,15 +101,14 @@ def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
         else:
             record = vars(model.last_stop[0])
             assert all(log[name] == record[name] for name in ("thinking_tokens", "reason"))
-        right += f"boxed{{{row['answer']}}}" in answer
+        right += f"boxed{{{sample['target']}}}" in answer
     assert done["results"]["ospruner_sums"]["exact_match,boxed"] == right / COUNT
     logs = [log[0] for log in logged(done)]
     assert any("\n\n" in log["thinking"] for log in logs), "a stop string of the task"
-    told = done["config"]["ospruner"]
+    told, metrics = done["config"]["ospruner"], done["results"]["ospruner_sums"]
     assert told["replies"] == COUNT == sum(told["reasons"].values())
     mean = sum(log["thinking_tokens"] for log in logs) / COUNT
     assert told["thinking_tokens"] == pytest.approx(mean, abs=0.05)
-    metrics = done["results"]["ospruner_sums"]
     assert metrics["thinking_tokens,none"] == pytest.approx(mean)
     assert metrics["thinking_tokens_stderr,none"] > 0
 
@@ -144,16 +135,11 @@ def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Pa
     [
         ({"policy": ""}, {}, "policy is ''"),
         ({"lenght_penalty": 1}, {}, "lenght_penalty"),
-        ({"threshold": 2}, {}, "threshold"),
         ({"stop_policy": False, "threshold": 0.5}, {}, r"\['threshold'\] would do nothing"),
         ({"stop_policy": "no"}, {}, "stop_policy is 'no'"),
         ({"max_loss": 0.01}, {}, "max_loss is 0.01, but the policy promises"),
         ({}, {"apply_chat_template": False}, "say --apply_chat_template"),
-        (
-            {},
-            {"gen_kwargs": {"num_return_sequences": 2, "do_sample": True}},
-            "num_return_sequences is 2; a request has one reply",
-        ),
+        ({}, {"gen_kwargs": {"num_return_sequences": 2, "do_sample": True}}, "has one reply in l"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
@@ -206,13 +192,9 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     reasoner: Reasoner, tasks: Path, tmp_path: Path
 ) -> None:
     """With words for the final answer, which end the thinking that is counted."""
-    words: dict[str, Any] = {
-        "name": "reply",
-        "think_end": "",
-        "think_start": "",
-        "closing": "\n\nThat fits ",
-    }
-    form = replace(reasoner.token_format.format, **words, answer_phrase="That fits")
+    words: dict[str, Any] = dict.fromkeys(("think_end", "think_start"), "")
+    words |= {"name": "reply", "closing": "\n\nThat fits ", "answer_phrase": "That fits"}
+    form = replace(reasoner.token_format.format, **words)
     pinned: Any = {"base_model_name_or_path": str(reasoner.folder), "reasoning_format": form}
     untrained(reasoner.model, reasoner.tokenizer, **pinned).save_pretrained(tmp_path)
     settings = {"threshold": 1.0, "answer": "free"}
@@ -228,18 +210,13 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
 
 
 def test_command_line_knows_the_model(
-    policy: Policy,
-    tasks: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    policy: Policy, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--model", "ospruner", "--model_args"]
-    arguments += [f"policy={policy[1]},threshold=0.1", "--tasks", "ospruner_sums"]
-    arguments += ["--include_path", str(tasks), "--apply_chat_template", "--log_samples"]
-    arguments += ["--output_path", str(tmp_path), "--limit", "2"]  # nor a device
-    monkeypatch.setattr(sys, "argv", ["ospruner", "lm-eval", *arguments])
-    with contextlib.suppress(SystemExit):
+    text = f"""ospruner lm-eval --model ospruner --model_args policy={policy[1]},threshold=0.1
+    --tasks ospruner_sums --include_path {tasks} --apply_chat_template --log_samples --limit 2
+    --output_path {tmp_path}"""  # and no device
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(sys, "argv", text.split())
         main()
     out = capsys.readouterr().out
     assert "ospruner_sums" in out

@@ -12,7 +12,7 @@ import pytest
 
 from ospruner.eval.problems.domains import Choice, Exact
 from ospruner.eval.problems.problem import Problem, user_message
-from ospruner.eval.problems.registry import TASKS, load_task_class, open_task, parse_task
+from ospruner.eval.problems.registry import TASKS, open_task, parse_task
 from ospruner.eval.problems.sources import load_source
 from ospruner.eval.problems.task import PROMPT_PRESETS, Grade, Math, Task, prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, QWEN3
@@ -22,8 +22,7 @@ B = Problem("q", "Which?", "B")
 
 def test_mathematics_is_as_it_was() -> None:
     task = parse_task("math")
-    assert task.settings == {"name": "math"}
-    assert task.shape(DEEPSEEK_R1) == DEEPSEEK_R1
+    assert (task.settings, task.shape(DEEPSEEK_R1)) == ({"name": "math"}, DEEPSEEK_R1)
     assert task.message(B, DEEPSEEK_R1) == f"Which?\n\n{DEEPSEEK_R1.user_instruction}"
     half = Problem("h", "?", "0.5")
     asked = [(r"\frac{1}{2}", half), ("3", half), ("", half)]
@@ -47,19 +46,18 @@ def test_a_choice_is_a_letter() -> None:
 
 def test_choices_are_compared_by_letter_and_read_from_prose() -> None:
     task = Choice()
-    assert task.equal("b", "(B)") is True
-    assert task.equal("B", "C") is False
-    assert task.read_free("I say \\boxed{A}, no, \\boxed{C}.") == "C"
-    assert task.read_free("Therefore the answer is (B).") == "B"
-    assert task.read_free("Nobody knows.") is None
-    assert task.read_free("Answer: C\nThe answer is a bit long.") == "C"
-    assert task.read_free("**Answer:** $\\textbf{D}$, and the answer is I think clear") == "D"
-    assert task.grade("A and B", B) is False
+    assert [task.equal("b", "(B)"), task.equal("B", "C")] == [True, False]
+    for text, letter in (
+        ("I say \\boxed{A}, no, \\boxed{C}.", "C"),
+        ("Therefore the answer is (B).", "B"),
+        ("Nobody knows.", None),
+        ("Answer: C\nThe answer is a bit long.", "C"),
+        ("**Answer:** $\\textbf{D}$, and the answer is I think clear", "D"),
+    ):
+        assert task.read_free(text) == letter
+    assert task.grade_many([("", B), ("B", B)]) == [Grade(None, "no answer"), Grade(1.0)]
     with pytest.raises(ValueError, match="its answer is 'B and C'; of a choice it must be the let"):
         task.grade("B", Problem("q", "?", "B and C"))
-    assert task.grade_many([("", B), ("B", B)]) == [Grade(None, "no answer"), Grade(1.0)]
-    with pytest.raises(ValueError, match="its answer is '42'; of a choice it must be the letter"):
-        task.grade("B", Problem("q", "?", "42"))
 
 
 def test_a_choice_may_be_forced_after_words() -> None:
@@ -71,8 +69,6 @@ def test_a_choice_may_be_forced_after_words() -> None:
     assert 'after "Answer: "' in task.message(B, shape)
     # Another task on a policy's format gets its own box back.
     assert Math().shape(shape) == DEEPSEEK_R1
-    with pytest.raises(ValueError, match="force is 'shout'; it must be 'box' or 'answer'"):
-        parse_task("choice:force=shout")
 
 
 def test_a_choice_knows_its_letters() -> None:
@@ -83,25 +79,16 @@ def test_a_choice_knows_its_letters() -> None:
     assert Choice(force="answer").options(listed) == (" A", " B", " C")
     assert Choice(labels="decoded").options(listed) == ()
     assert Math().options(listed) == ()
-    assert [Choice(labels=name).labels_expect for name in ("letter", "probability")] == [
-        False,
-        True,
-    ]
+    assert Choice(labels="probability").labels_expect > Choice().labels_expect
     with pytest.raises(ValueError, match="its answer is 'D', its options are A, B, C"):
         Choice().options(Problem("q", listed.problem, "D"))
     with pytest.raises(ValueError, match="problem 'q' lists no options.*labels=decoded"):
         Choice().options(B)
-    with pytest.raises(ValueError, match="labels is 'guess'; it must be 'letter' or 'probability'"):
-        parse_task("choice:labels=guess")
 
 
 def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
-    arc = {
-        "question": "Sky?",
-        "answerKey": "2",
-        "id": "a",
-        "choices": {"text": ["red", "blue"], "label": ["1", "2"]},
-    }
+    choices = {"text": ["red", "blue"], "label": ["1", "2"]}
+    arc = {"question": "Sky?", "answerKey": "2", "id": "a", "choices": choices}
     mmlu = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "id": "m"}
     path = tmp_path / "quiz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (arc, mmlu)))
@@ -115,19 +102,11 @@ def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
 
 
 def test_short_answers_are_normalised() -> None:
-    same = (
-        ("The Eiffel Tower.", "eiffel tower"),
-        (r"\text{blue}", "Blue"),
-        ("−3", "-3"),
-        ("a", "A"),
-    )
+    same = (("The Eiffel Tower.", "eiffel tower"), (r"\text{b}", "B"), ("−3", "-3"), ("a", "A"))
     other = (("3.5", "35"), ("-3", "3"), ("√2", "2"), ("x ≤ 3", "x ≥ 3"), ("5 €", "5 $"))
-    for right, pairs in (
-        (True, (*same, ("cat", "feline || cat"))),
-        (False, (*other, ("20 °C", "20 C"), ("dog", "cat"))),
-    ):
-        for said, wanted in pairs:
-            assert Exact().grade(said, Problem("x", "?", wanted)) is right, said
+    more = ("cat", "feline || cat"), ("20 °C", "20 C"), ("dog", "cat")
+    for number, (said, wanted) in enumerate((*same, *more, *other)):
+        assert Exact().grade(said, Problem("x", "?", wanted)) is (number < 5), said
 
 
 def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:
@@ -146,12 +125,6 @@ def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> No
     file.write_text(file.read_text() + "# changed\n")
     with pytest.raises(ValueError, match=r"the task .*mine.py has changed since it was used here"):
         open_task(mine.settings)
-    with pytest.raises(ValueError, match="task is 'maths'; it must be one of math, choice"):
-        parse_task("maths")
-    with pytest.raises(ValueError, match=r"the task exact takes the settings .'prompt'., not"):
-        parse_task("exact:force=box")
-    with pytest.raises(ValueError, match=r"'force'. are no settings; write name:setting=value"):
-        parse_task("choice:force")
 
 
 def test_presets_and_instructions_are_paragraphs_of_their_own() -> None:
@@ -166,11 +139,17 @@ def test_presets_and_instructions_are_paragraphs_of_their_own() -> None:
 
 
 def test_bad_tasks_and_tokenizers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="prompt is 'shout'; it must be 'default' or 'conc"):
-        Task("shout")
-    (tmp_path / "none.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="defines 0 subclasses of Task; it must define one"):
-        load_task_class(tmp_path / "none.py")
+    (none := tmp_path / "none.py").write_text("x = 1\n")
+    for text, message in (
+        ("maths", "task is 'maths'; it must be one of math, choice"),
+        ("exact:force=box", "the task exact takes the settings .'prompt'., not"),
+        ("choice:force", "'force'. are no settings; write name:setting=value"),
+        ("choice:force=shout", "force is 'shout'; it must be 'box' or 'answer'"),
+        ("math:prompt=shout", "prompt is 'shout'; it must be 'default' or 'conc"),
+        (str(none), "defines 0 subclasses of Task; it must define one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_task(text)
     bare: Any = SimpleNamespace(chat_template=None)
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         prompt_token_ids("a", "hi", bare, bare)

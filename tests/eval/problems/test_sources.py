@@ -33,22 +33,13 @@ HUB_ROWS: dict[str, list[dict[str, Any]]] = {
         {"question": "Much?", "answer": "So\n#### 1,234,567"},
     ],
     "HuggingFaceH4/MATH-500": [
-        {
-            "problem": "2+2?",
-            "solution": "...",
-            "answer": "4",
-            "subject": "Algebra",
-            "level": 1,
-            "unique_id": "test/algebra/7.json",
-        }
+        {"problem": "2+2?", "answer": "4", "subject": "Algebra", "unique_id": "test/algebra/7.json"}
     ],
     "HuggingFaceH4/aime_2024": [{"id": 60, "problem": "A?", "answer": "204", "year": "2024"}],
     "MathArena/aime_2025": [{"problem_idx": 1, "problem": "B?", "answer": 70}],
     "agentica-org/DeepScaleR-Preview-Dataset": [
-        {"problem": "C?", "answer": "5", "solution": "..."},
-        {"problem": "$C$ ?", "answer": "5", "solution": "a copy"},
-        {"problem": "D?", "answer": "", "solution": "..."},
-        {"problem": "E?", "answer": "x^2", "solution": "..."},
+        {"problem": problem, "answer": answer, "solution": "..."}
+        for problem, answer in (("C?", "5"), ("$C$ ?", "5"), ("D?", ""), ("E?", "x^2"))
     ],
 }
 EXPECTED = {
@@ -104,10 +95,9 @@ def test_benchmarks_by_their_hub_ids(name: str, split: str | None) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_any_dataset_of_the_hub() -> None:
-    columns = {"problem": ["question"]}
+    columns = {"problem": ["question"], "answer": ["question"]}
     loaded = load_source("openai/gsm8k", columns=columns, split="test", limit=1)
-    key = text_key("1+1?")
-    assert loaded.problems == [Problem(key, "1+1?", str(HUB_ROWS["openai/gsm8k"][0]["answer"]))]
+    assert loaded.problems == [Problem(text_key("1+1?"), "1+1?", "1+1?")]
     assert loaded.source == {"dataset": "openai/gsm8k", "split": "test"}
     with pytest.raises(ValueError, match=r"'org/absent' is no dataset that can be loaded"):
         load_source("org/absent")
@@ -128,10 +118,7 @@ def test_files_with_a_column_mapping(tmp_path: Path, name: str) -> None:
 
 def test_rows_without_ids_are_named_by_their_text() -> None:
     """What rows are refused: tests/project/bad_inputs.txt."""
-    rows: list[dict[str, Any]] = [
-        {"problem": "1+1?", "answer": "2"},
-        {"problem": "2+2?", "answer": 4},
-    ]
+    rows: list[dict[str, Any]] = [{"problem": f"{n}+{n}?", "answer": f"{2 * n}"} for n in (1, 2)]
     found = problems_from_rows(Dataset.from_list(rows[:1]))
     assert found == [Problem(text_key("1+1?"), "1+1?", "2")]
     assert problems_from_rows(rows[::-1])[1] == found[0], "the place in the file changes nothing"
@@ -149,23 +136,14 @@ def test_numbers_are_what_json_wrote(tmp_path: Path) -> None:
         load_source(str(path))
 
 
-def test_a_benchmark_from_a_file_in_the_dataset_s_own_columns(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.parquet", HUB_ROWS["openai/gsm8k"])
-    loaded = load_source("gsm8k", files=[path])
-    assert [problem.answer for problem in loaded.problems] == ["2", "1234567"]
-    assert [problem.id for problem in loaded.problems] == ["train/0", "train/1"]
-
-
 def test_splits_that_are_none(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", [{"problem": "1?", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"gsm8k has the splits \['train', 'test'\], .* not 'dev'"):
-        load_source("gsm8k", split="dev")
+    path = write(tmp_path / "p.jsonl", [{"question": "1?", "answer": "So\n#### 1"}])
+    own = load_source("gsm8k", files=[path]).problems  # in the dataset's own columns
+    assert own == [Problem("p/0", "1?", "1")]
     with pytest.raises(ValueError, match=r"splits .* or a slice such as 'train\[:100\]', not 'tr"):
         load_source("gsm8k", split="train[1%:]")
     with pytest.raises(ValueError, match=r"gsm8k has 1 problems, and none of split 'train\[1:\]'"):
         load_source("gsm8k", files=[path], split="train[1:]")
-    with pytest.raises(ValueError, match="and none of split 'holdout'"):
-        load_source("deepscaler", files=[path], split="holdout")
 
 
 @pytest.mark.parametrize(
@@ -174,11 +152,7 @@ def test_splits_that_are_none(tmp_path: Path) -> None:
         *(("Find $x$.", "find x"), ("a,\n\\[b = c\\]", "a $b=c$"), ("ﬁve ½", "five 1⁄2")),
         *((r"$\overline{r_1}$", r"$\overline{r}_1$"), (r"$\left( 1, 2 \right)$", "$(1,2)$")),
         *((r"Is \(\dfrac{1}{2}\,x\) big?", r"is $\frac{1}{2}x$ big?"), ("x≤3", r"$x\leq 3$")),
-        *(
-            ("1,234 cats", "1234 cats"),
-            (r"\frac12", r"\frac{1}{2}"),
-            ("3 × 4 − 1", r"$3\times4-1$"),
-        ),
+        *((r"\frac12", r"\frac{1}{2}"), ("3 × 4 − 1", r"$3\times4-1$"), ("1,234 c", "1234 c")),
     ],
 )
 def test_copies_have_one_text(one: str, other: str) -> None:
@@ -203,22 +177,16 @@ def test_other_problems_have_other_texts(one: str, other: str) -> None:
 def test_overlaps_are_dropped_and_named() -> None:
     problems = [Problem("a", "Find $x$.", "1"), Problem("b", "Find y", "2")]
     assert drop_overlaps(problems, [Problem("z", "find x", "1")]) == ([problems[1]], [("a", "z")])
-    assert drop_overlaps(problems, []) == (problems, [])
-
-
-def test_the_first_key_is_as_it_was() -> None:
-    """It names the held-out problems, and the ids of labels that were made with it."""
-    assert text_key_1("x ≤ 3, $y$") == text_key_1("x 3 y") != text_key_1("x 2 y")
-    assert text_key_1("What is $1 + 1$?") == "25238b47d8319a29"
 
 
 def test_problems_that_differ_in_a_sign_are_two(tmp_path: Path) -> None:
     texts = ["Is x ≤ 3?", "Is x ≥ 3?", "Is $x ≤ 3$ ?", "6 ÷ 2", "6 × 2"]
-    path = tmp_path / "problems.jsonl"
-    rows = [json.dumps({"problem": text, "answer": "1"}) for text in texts]
-    path.write_text("\n".join(rows))
-    loaded = load_source("deepscaler", files=[path])
+    rows = [{"problem": text, "answer": "1"} for text in texts]
+    loaded = load_source("deepscaler", files=[write(tmp_path / "problems.jsonl", rows)])
     assert [problem.problem for problem in loaded.problems] == [*texts[:2], *texts[3:]]
     first, second = (problem.id for problem in loaded.problems[:2])
     assert first == f"problems/{text_key_1(texts[0])}"  # as labels of old have it
     assert second == f"{first}-{text_key(texts[1])}"
+    # The first key names the held-out problems, too: it must be as it was.
+    assert text_key_1("x ≤ 3, $y$") == text_key_1("x 3 y") != text_key_1("x 2 y")
+    assert text_key_1("What is $1 + 1$?") == "25238b47d8319a29"

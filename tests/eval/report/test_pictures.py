@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,29 +20,18 @@ from ...made_results import make_result
 from ..evaluations import make_evaluation, save_comparison
 
 
-def frontier(step: float) -> list[dict[str, Any]]:
-    return [
-        make_result(FRONTIER, 0.62 - 0.14 * 0.55**i, 40 + step * i, price, "price")
-        for i, price in enumerate([5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0])
-    ]
-
-
 def test_panels_are_drawn_side_by_side() -> None:
-    panels = {
-        name: make_evaluation(benchmark=name, seed=i).frame
-        for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other"))
-    }
+    names = ("GSM8K", "MATH-500", "AIME", "other")
+    panels = {name: make_evaluation(seed=i).frame for i, name in enumerate(names)}
     figure = draw_pareto(panels, "four")
     seen = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
     assert seen[::2] == list(panels)
     assert seen[1::2] == ["all of it"] * 4
-    for nothing in ({}, {"none": panels["AIME"].iloc[:0]}):
-        with pytest.raises(ValueError, match="nothing to draw"):
-            draw_pareto(nothing)
 
 
 def test_methods_are_lines_on_the_bands_of_their_accuracy() -> None:
-    frame = frame_of([make_result(FULL, 0.6, 200), *frontier(12.0), make_result("one", 0.5, 90)])
+    ours = [make_result(FRONTIER, 0.48 + 0.02 * i, 40 + 12 * i, i, "price") for i in range(8)]
+    frame = frame_of([make_result(FULL, 0.6, 200), *ours, make_result("one", 0.5, 90)])
     on_frontier = [False, True, False, True, True, *[False] * 5]
     for rows in (frame, frame.assign(frontier=on_frontier)):
         axes = Figure().add_subplot()
@@ -76,11 +64,8 @@ def test_every_method_has_a_mark_of_its_own_alike_in_all_panels() -> None:
 def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
     """What a training run leaves, of ten steps a stage and a validation at every third."""
     told = {"accuracy": 0.6, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}
-    record = {
-        "settings": {"head": head},
-        "policies": {f"price{price}": {"price": price, **told} for price in prices},
-    }
-    write_checked(folder / "run.json", record)
+    policies = {f"price{price}": {"price": price, **told} for price in prices}
+    write_checked(folder / "run.json", {"settings": {"head": head}, "policies": policies})
     found = [
         {"step": step, "eval_price": 1e-3, "eval_accuracy": 0.5 + step / 100, "eval_tokens": 90.0}
         for step in range(3, 10 * len(prices), 3)
@@ -92,10 +77,6 @@ def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> 
 def test_dynamics_are_drawn_over_steps_of_a_finished_stage(tmp_path: Path) -> None:
     finished_run(tmp_path, [])
     with pytest.raises(ValueError, match="has no finished stage"):
-        draw_dynamics(tmp_path)
-    record = tmp_path / "run.json"
-    record.write_bytes(record.read_bytes().replace(b"fixed", b"price"))
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
         draw_dynamics(tmp_path)
     finished_run(tmp_path, [1e-3, 1e-4])
     upper, lower = draw_dynamics(tmp_path).axes
@@ -116,11 +97,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("evaluations")
     save_comparison(folder / "gsm8k", prices=[1e-4])
     save_comparison(folder / "math", benchmark="MATH-500", seed=1, prices=[1e-4])
-    run = folder / "run"
-    run.mkdir()
-    finished_run(run, [1e-4, 5e-5, 0.0])
-    paths = write_report(folder)
-    return {path.name: path for path in paths}
+    (folder / "run").mkdir()
+    finished_run(folder / "run", [1e-4, 5e-5, 0.0])
+    return {path.name: path for path in write_report(folder)}
 
 
 def test_the_page_shows_what_stands_beside_it(written: dict[str, Path]) -> None:
