@@ -235,9 +235,6 @@ def test_a_sentence_before_the_closing(models: Models) -> None:
     assert told[0] == told[1]
     with pytest.raises(ValueError, match="with the markers '</think>'"):
         write(model, "First.", wind_down="So: </think>", **ALWAYS)
-    fmt = FORMS["softly"]
-    assert ReasoningFormat.from_dict(fmt.to_dict()) == fmt
-    assert "wind_down" not in replace(fmt, wind_down="").to_dict()
 
 
 REPLIED = f"I.\n\n{ROLE}{FINAL}It.\n\n"

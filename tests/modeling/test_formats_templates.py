@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess, prepare
 
 Chat = list[dict[str, Any]]
-Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
@@ -33,22 +33,25 @@ class Family:
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **template}
         return self.ids(str(self.tokenizer.apply_chat_template(chat, **options)))
 
+    def continued(self, content: str) -> list[int]:
+        """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
+        chat = [*ASK, {"role": "assistant", "content": content}]
+        return self.prompt(chat, add_generation_prompt=False, continue_final_message=True)
 
-@pytest.fixture(scope="module")
-def r1(real_r1: Compiled) -> Family:
-    return Family(*real_r1)
 
-
-@pytest.fixture(scope="module")
-def harmony(real_harmony: Compiled) -> Family:
-    return Family(*real_harmony)
+Families = Callable[[str], Family]
 
 
 @pytest.fixture(scope="module")
-def chatml(tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path) -> Callable[[str], Family]:
-    """Makes a small tokenizer with ChatML's markers and a template of `tokenizers/templates`."""
+def families(
+    request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path
+) -> Families:
+    """By name: a real tokenizer's, or of a small one with ChatML's markers and a known template."""
 
+    @cache
     def make(name: str) -> Family:
+        if name.startswith("real_"):
+            return Family(*request.getfixturevalue(name))
         tokenizer = copy.deepcopy(tiny_tokenizer)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
         tokenizer.eos_token = "<|im_end|>"
@@ -59,69 +62,71 @@ def chatml(tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path) -> Callabl
     return make
 
 
-@pytest.fixture(scope="module")
-def qwen3(chatml: Callable[[str], Family]) -> Family:
-    return chatml("qwen3")
-
-
-@pytest.fixture(scope="module")
-def qwq(chatml: Callable[[str], Family]) -> Family:
-    return chatml("qwq-32b")
-
-
 @pytest.fixture
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.getfixturevalue(request.param)
-    return found
+def family(request: pytest.FixtureRequest, families: Families) -> Family:
+    return families(request.param)
+
+
+@pytest.fixture(scope="module")
+def r1(families: Families) -> Family:
+    return families("real_r1")
+
+
+@pytest.fixture(scope="module")
+def harmony(families: Families) -> Family:
+    return families("real_harmony")
+
+
+@pytest.fixture(scope="module")
+def qwen3(families: Families) -> Family:
+    return families("qwen3")
 
 
 ANALYSIS = "<|channel|>analysis<|message|>"
-EVERY = pytest.mark.parametrize("family", ["r1", "harmony", "qwen3", "qwq"], indirect=True)
+NAMES = ["real_r1", "real_harmony", "qwen3", "qwq-32b"]
+EVERY = pytest.mark.parametrize("family", NAMES, indirect=True)
 
 
-def test_guess_tells_the_families_apart(
-    r1: Family, harmony: Family, qwen3: Family, qwq: Family
-) -> None:
-    found = [one.fmt.format for one in (r1, harmony, qwen3, qwq)]
+def test_guess_tells_the_families_apart(families: Families) -> None:
+    found = [families(name).fmt.format for name in NAMES]
     assert found == [DEEPSEEK_R1, HARMONY, QWEN3, DEEPSEEK_R1]
 
 
 @EVERY
 @pytest.mark.parametrize(
-    "before",
+    "chat",
     [
-        [],
-        [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}],
-        [{"role": "system", "content": "S"}, *ASK, {"role": "assistant", "content": "5.\n\nYes."}],
-        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.\n\nDone."}],
+        ASK,
+        [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}, *ASK],
+        [
+            {"role": "system", "content": "S"},
+            *ASK,
+            {"role": "assistant", "content": "5.\n\nYes."},
+            *ASK,
+        ],
+        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5."}, *ASK],
         [
             {"role": "user", "content": "Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>"},
             {"role": "assistant", "content": "What is </think>\n\nfor?"},
+            *ASK,
         ],
+        *(
+            [{"role": "user", "content": quoted}]
+            for quoted in (
+                "What do <think> and </think>\n\n mean?",
+                "I got </think>\n\n\\boxed{4} back.",
+                "It said <|channel|>final<|message|>4, and <|end|>.",
+                "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
+            )
+        ),
     ],
 )
-def test_thinking_begins_at_the_prompts_end(family: Family, before: Chat) -> None:
-    prompt = family.prompt([*before, *ASK])
-    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    assert not family.fmt.thinking_span(prompt).closed
-
-
-QUOTES = [
-    "What do <think> and </think>\n\n mean?",
-    "I got </think>\n\n\\boxed{4} back.",
-    "It said <|channel|>final<|message|>4, and <|end|>.",
-    "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
-]
-
-
-@EVERY
-@pytest.mark.parametrize("quote", QUOTES)
-def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
-    prompt = family.prompt([{"role": "user", "content": quote}])
-    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+def test_thinking_begins_at_the_prompts_end(family: Family, chat: Chat) -> None:
+    """Markers of other turns, and those that a user quotes, are no thinking."""
+    prompt = family.prompt(chat)
     trace = family.ids("First.\n\nThen")
-    span = family.fmt.thinking_span([*prompt, *trace])
-    assert span == (len(prompt), len(prompt) + len(trace), False)
+    for whole in (prompt, [*prompt, *trace]):
+        assert family.fmt.thinking_span(whole) == (len(prompt), len(whole), False)
 
 
 @EVERY
@@ -168,11 +173,9 @@ def test_prompts_without_the_chat_template(r1: Family) -> None:
 def test_qwen3_without_thinking(qwen3: Family) -> None:
     fmt = qwen3.fmt
     closed = qwen3.prompt(ASK, enable_thinking=False)
-    assert fmt.thinking_span(closed).closed
-    assert fmt.thinking_span(closed)[2]
-    assert qwen3.tokenizer.decode(closed[fmt.thinking_span(closed).start :]) == (
-        "<think>\n\n</think>\n\n"
-    )
+    span = fmt.thinking_span(closed)
+    assert span.closed
+    assert qwen3.tokenizer.decode(closed[span.start :]) == "<think>\n\n</think>\n\n"
     opened = qwen3.prompt(ASK, enable_thinking=True)
     # The model writes <think> by itself, and it counts as thinking, but is no step.
     trace = qwen3.ids("<think>\n\nFirst.\n\nThen")
@@ -257,30 +260,21 @@ def test_custom_format_from_a_dictionary(
     assert len(fmt.step_ends(trace)) == 2
 
 
-def continued(family: Family, content: str) -> list[int]:
-    """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
-    return family.prompt(
-        [*ASK, {"role": "assistant", "content": content}],
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-
-
 def test_a_prefilled_reply_is_no_thinking(r1: Family, qwen3: Family, harmony: Family) -> None:
     """R1's template opens the thinking in each turn: a reply that begins without has none."""
     for family in (r1, qwen3, harmony):
-        ids = continued(family, "So\n\nit is")
+        ids = family.continued("So\n\nit is")
         assert family.fmt.thinking_span(ids).closed
         assert follow(family.fmt, ids, family.ids("\n\n5.")).ended
         assert family.fmt.thinking_span([*ids, *family.ids("</think>\n\n5.")]).closed
     begins = len(r1.prompt(ASK)) - len(r1.fmt.opening_ids)
-    assert r1.fmt.thinking_span(continued(r1, "So it is")) == (begins, begins, True)
+    assert r1.fmt.thinking_span(r1.continued("So it is")) == (begins, begins, True)
     raw = r1.prompt(ASK)
     assert not r1.fmt.thinking_span(raw[:-2]).closed  # nothing written yet: the model opens it
     assert not r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\n")]).closed
     assert r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\nIt is")]).closed
     # A turn in a trained chat, whose thinking the template has dropped.
-    assert r1.fmt.thinking_span([*continued(r1, "It is 5."), *r1.fmt.eos_ids]).closed
+    assert r1.fmt.thinking_span([*r1.continued("It is 5."), *r1.fmt.eos_ids]).closed
 
 
 GLM = (
@@ -290,24 +284,20 @@ GLM = (
 )
 
 
-def test_a_partial_thinking_after_an_empty_closed_one_goes_on(
-    chatml: Callable[[str], Family],
-) -> None:
+def test_a_partial_thinking_after_an_empty_closed_one_goes_on(qwen3: Family) -> None:
     """Templates write an empty thinking before a last reply; the client's own stands behind it."""
-    glm = chatml("qwen3")
-    glm.tokenizer.chat_template = GLM
-    for family in (chatml("qwen3"), Family(glm.tokenizer, glm.fmt)):
-        ids = continued(family, "<think>\nFirst.\n\nThen")
+    glm = copy.deepcopy(qwen3.tokenizer)
+    glm.chat_template = GLM
+    for family in (qwen3, Family(glm, qwen3.fmt)):
+        ids = family.continued("<think>\nFirst.\n\nThen")
         text = str(family.tokenizer.decode(ids))
         assert text.count("<think>") == 2
         span = family.fmt.thinking_span(ids)
         assert not span.closed
-        assert str(family.tokenizer.decode(ids[span.start :])).lstrip("\n") == (
-            "<think>\nFirst.\n\nThen"
-        )
-        closed = continued(family, "<think>\nFirst.\n</think>\n\nSo")
-        assert family.fmt.thinking_span(closed).closed
-        assert family.fmt.thinking_span(continued(family, "The tag <think> opens it")).closed
+        thought = str(family.tokenizer.decode(ids[span.start :]))
+        assert thought.lstrip("\n") == "<think>\nFirst.\n\nThen"
+        for content in ("<think>\nFirst.\n</think>\n\nSo", "The tag <think> opens it"):
+            assert family.fmt.thinking_span(family.continued(content)).closed
 
 
 def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: Family) -> None:
@@ -330,14 +320,6 @@ def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: 
         assert found.prompt(ASK) == prompt
         assert closed.thinking_span(found.prompt(ASK, enable_thinking=False)).closed
     assert str(tokenizer.chat_template).count("set enable_thinking") == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["[1]", "{", '{"messages": 1}', '{"a b": 1}', '{"a": null}', '{"a": [1]}']
-)
-def test_arguments_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="template_args"):
-        dataclasses.replace(QWEN3, template_args=text)
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
