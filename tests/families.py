@@ -211,8 +211,8 @@ def check_one_pass(
     close: float = 1e-5,
     cache: Callable[[], Any] = lambda: None,
     **how: Any,
-) -> list[list[float]]:
-    """Generates with a policy that never stops; what it says at the step ends of each row.
+) -> list[float]:
+    """Generates with a policy that never stops; what it says at the step ends of all rows.
 
     The tokens must be plain generate's, and what is said what one pass over the text says.
     """
@@ -229,4 +229,4 @@ def check_one_pass(
         assert model.token_format.step_ends(trace)[: len(found)] == record.step_ends
         wanted = stop_probabilities(model, row[width - start :], prompt_length=start)
         torch.testing.assert_close(torch.tensor(found), wanted[: len(found)], rtol=0, atol=close)
-    return [record.probabilities for record in model.last_stop]
+    return [one for record in model.last_stop for one in record.probabilities]

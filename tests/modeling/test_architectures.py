@@ -152,7 +152,7 @@ def test_saved_loaded_and_generating(
     let_write_paragraphs(loaded.base, loaded.token_format, 12.0, -100.0)
     length: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     said = check_one_pass(loaded, padded_prompts(PROMPT_WIDTH), 1e-4, **length)
-    assert sum(map(len, said)) >= 6
+    assert len(said) >= 6
 
 
 WORDS = {

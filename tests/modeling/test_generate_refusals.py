@@ -1,6 +1,7 @@
 """What generate refuses with a stop policy, and in which words."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig, StopRecord
 from ospruner.demo.shipped import Reasoner
 from ospruner.rules import Agreement, Budget
 from ospruner.rules.live import fork_row, generate_with_rule
@@ -49,7 +50,7 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
     [
         ({"treshold": 0.5}, ValueError, r"stop_policy has no \['treshold'\]; its keys are .*rule"),
         ({"threshold": 1.5}, ValueError, r"threshold is 1.5; it must lie in \[0, 1\]"),
-        ({"threshold": float("nan")}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
+        ({"threshold": math.nan}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
         ({"threshold": True}, TypeError, "threshold is True; it must be a number"),
         ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
         ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
@@ -60,6 +61,13 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         ({"mask_reentry": 1}, TypeError, "mask_reentry is 1; it must be a bool"),
         ({"wind_down": 3}, TypeError, "wind_down is 3; it must be a str"),
         ({"rule": Agreement}, TypeError, "rule is .*; it must be a RuleLike"),
+        *(({"price": one}, ValueError, r"must lie in \[0, inf\)") for one in (-1e-9, math.nan)),
+        ({"price": [1e-4, 1e-3]}, TypeError, "price is .*; it must be a number"),
+        ({"price": 2e-3}, ValueError, "price is 0.002, but the policy was trained for 0 alone"),
+        ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
+        ({"mode": "sample", "threshold": 0.5}, ValueError, "mode 'sample' draws and has none"),
+        ({"rule": Budget(5), "price": 1e-4}, ValueError, "are the learned policy's, and rule"),
+        ({"max_loss": 0.1}, ValueError, r"max_loss is 0.1, but the policy promises \[\]: make"),
         (
             {"min_thinking_tokens": 9, "max_thinking_tokens": 5},
             ValueError,
@@ -101,20 +109,18 @@ def test_settings(
     ],
 )
 def test_decoding(model: OSPrunerForCausalLM, arguments: dict[str, Any], message: str) -> None:
+    model.last_stop = [StopRecord()]  # of another call
     refused(model, ValueError, message, PROMPT, **arguments)
+    assert model.last_stop == []
 
 
-def test_a_filled_cache_and_an_assistant(model: OSPrunerForCausalLM) -> None:
+def test_a_filled_cache_an_assistant_and_options_in_a_config(model: OSPrunerForCausalLM) -> None:
     refused(model, ValueError, "not with assisted_generation", PROMPT, assistant_model=model.base)
     filled = StaticCache(config=model.base.config, max_cache_len=200)
     model.base(input_ids=PROMPT, past_key_values=filled, use_cache=True)
     refused(model, ValueError, "past_key_values holds tokens", PROMPT, past_key_values=filled)
-
-
-def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
-    config = GenerationConfig(num_beams=3, do_sample=False, max_new_tokens=5)
-    with pytest.raises(ValueError, match="not with beam_search"):
-        model.generate(PROMPT, stop_policy=True, generation_config=config)
+    config = GenerationConfig(num_beams=3, do_sample=False)
+    refused(model, ValueError, "not with beam_search", PROMPT, generation_config=config)
     assert config.num_beams == 3
 
 
