@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
@@ -38,21 +38,6 @@ HARMONY_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 Models = Callable[[str], OSPrunerForCausalLM]
-
-
-class Script(LogitsProcessor):
-    """The model's own will: it writes the script, whatever has been forced in between."""
-
-    def __init__(self, ids: list[int], prompt_tokens: int) -> None:
-        self.ids = ids
-        self.prompt_tokens = prompt_tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = input_ids.shape[1] - self.prompt_tokens
-        if at < len(self.ids):
-            scores = scores.clone()
-            scores[:, self.ids[at]] = 1e4
-        return scores
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +83,18 @@ def write(
     """What is written after the prompt, and the record."""
     prompt = chat_ids(model.tokenizer, "2 + 3?", prefill)
     ids = tokens(model, script)
+
+    def will(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The model writes the script, whatever has been forced in between."""
+        at = input_ids.shape[1] - len(prompt)
+        scores[:, ids[at : at + 1]] = 1e4
+        return scores
+
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         stop_policy={"max_answer_tokens": 4, **settings},
-        logits_processor=[Script(ids, len(prompt))],
+        logits_processor=[will],
         max_new_tokens=len(ids) + 30,
         do_sample=False,
         stop_strings=stop_strings,
@@ -188,6 +180,7 @@ CASES = [
     Case("calls", LATER, LATER, ALWAYS | TOOLS),
     Case("softly", "First.\n\n", "First.\n\nEnough, so:</think>\n\n\\boxed{", ALWAYS),
     Case("softly", "First.\n\n", "First.\n\n</think>\n\n", ALWAYS | {"wind_down": ""}),
+    Case("calls", "First.\n\n", "First.\n\nSo:</think>\n\n", ALWAYS | {"wind_down": "So:"}),
     Case("softly", "First.</think>", "First.</think>\n\n\\boxed{", NEVER, "natural", "First."),
     Case("textual", "First.\n\nThen.\n\n", f"First.\n\n{BOX}", ALWAYS),
     *(
@@ -222,19 +215,6 @@ def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
         assert record.thinking_tokens == len(tokens(model, case.thought))
     if case.steps is not None:
         assert len(record.step_ends) == case.steps
-
-
-def test_a_sentence_before_the_closing(models: Models) -> None:
-    model, soft = models("calls"), "I have what I need, so:"
-    plain, before = write(model, "First.\n\nThen.", **ALWAYS)
-    text, record = write(model, "First.\n\nThen.", wind_down=soft, **ALWAYS)
-    assert plain.startswith("First.\n\n</think>\n\n\\boxed{")
-    assert text.startswith(f"First.\n\n{soft}</think>\n\n\\boxed{{")
-    # What is forced is no thinking of the model's; the answer behind it is another one.
-    told = [replace(one, answer_tokens=0, rethinks=0) for one in (record, before)]
-    assert told[0] == told[1]
-    with pytest.raises(ValueError, match="with the markers '</think>'"):
-        write(model, "First.", wind_down="So: </think>", **ALWAYS)
 
 
 REPLIED = f"I.\n\n{ROLE}{FINAL}It.\n\n"

@@ -85,7 +85,7 @@ def test_step_ends_follow_the_rule(pieces: list[str], most: int) -> None:
 
 def test_presets_are_pinned() -> None:
     instruction = "Please reason step by step, and put your final answer within \\boxed{}."
-    assert DEEPSEEK_R1.to_dict() == {
+    r1 = {
         "name": "deepseek-r1",
         "user_instruction": instruction,
         "think_end": "</think>",
@@ -93,13 +93,12 @@ def test_presets_are_pinned() -> None:
         "box_prefix": "\\boxed{",
         "think_start": "<think>",
     }
-    assert QWEN3.to_dict() == {**DEEPSEEK_R1.to_dict(), "name": "qwen3"}
-    assert HARMONY.to_dict() == {
+    assert DEEPSEEK_R1.to_dict() == r1
+    assert QWEN3.to_dict() == r1 | {"name": "qwen3"}
+    assert HARMONY.to_dict() == r1 | {
         "name": "harmony",
-        "user_instruction": instruction,
         "think_end": "<|end|>",
         "closing": "<|end|><|start|>assistant<|channel|>final<|message|>",
-        "box_prefix": "\\boxed{",
         "think_start": "<|channel|>analysis<|message|>",
     }
     more = {"wind_down": "So:", "template_args": '{"thinking": true}', "step_tokens": 64}

@@ -10,7 +10,6 @@ import torch
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    StoppingCriteria,
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -45,19 +44,6 @@ def run(model: Any, inputs: dict[str, Any], new: int = 60, **kwargs: Any) -> tor
     return output[:, inputs["input_ids"].shape[1] :]
 
 
-class Prefer(LogitsProcessor):
-    """Makes one token by far the likeliest, where `when` says so."""
-
-    def __init__(self, token: int, when: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.token = token
-        self.when = when
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[self.when(input_ids), self.token] += 100.0
-        return scores
-
-
 @pytest.mark.parametrize("prices", [None, (5e-5, 1e-2)])
 def test_a_policy_decides_at_the_stride_of_its_labels(reasoner: Reasoner, prices: Any) -> None:
     model = random_policy(reasoner.model, reasoner.tokenizer, 1, price_range=prices)
@@ -79,26 +65,15 @@ def test_a_policy_decides_at_the_stride_of_its_labels(reasoner: Reasoner, prices
         assert strided.step_ends == one.step_ends[:2]
 
 
-class EndRow(StoppingCriteria):
-    """Ends one row after so many columns."""
-
-    def __init__(self, row: int, columns: int) -> None:
-        self.row = row
-        self.columns = columns
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        done = torch.zeros(len(input_ids), dtype=torch.bool)
-        done[self.row] = input_ids.shape[1] >= self.columns
-        return done
-
-
 def test_rows_that_something_else_ends_are_let_go(model: OSPrunerForCausalLM) -> None:
     """The padding that follows is no thinking, and no natural end."""
     inputs = inputs_for(model, 3)
     columns = inputs["input_ids"].shape[1] + 9
-    how: dict[str, Any] = {"stopping_criteria": [EndRow(1, columns)]}
+
+    def second_after_nine(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return (torch.arange(3) == 1) & (ids.shape[1] >= columns)
+
+    how: dict[str, Any] = {"stopping_criteria": [second_after_nine]}
     assert torch.equal(run(model, inputs, stop_policy=UNSTOPPED, **how), run(model, inputs, **how))
     ended = model.last_stop[1]
     assert (ended.thinking_tokens, ended.reason) == (9, "length")
@@ -211,8 +186,11 @@ def test_no_row_stops_or_ends_before_the_fewest_tokens(
     for record in model.last_stop:
         assert record.thinking_tokens >= least or record.reason == "natural"
     # The thinking ends by itself: the box is closed early, and the row goes on.
-    end = model.token_format.think_end_id
-    closing = Prefer(end, lambda ids: torch.full((len(ids),), ids.shape[1] == width + 5))
+
+    def closing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, model.token_format.think_end_id] += 100.0 * (ids.shape[1] == width + 5)
+        return scores
+
     arguments["logits_processor"] = [*arguments.get("logits_processor", []), closing]
     short: dict[str, Any] = {**NEVER, "max_answer_tokens": 2}
     written = run(model, inputs, 90, stop_policy=short, **arguments)

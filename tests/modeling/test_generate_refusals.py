@@ -66,13 +66,9 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         ({"price": 2e-3}, ValueError, "price is 0.002, but the policy was trained for 0 alone"),
         ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
         ({"mode": "sample", "threshold": 0.5}, ValueError, "mode 'sample' draws and has none"),
-        ({"rule": Budget(5), "price": 1e-4}, ValueError, "are the learned policy's, and rule"),
+        ({"wind_down": "So: </think>"}, ValueError, "with the markers '</think>'"),
         ({"max_loss": 0.1}, ValueError, r"max_loss is 0.1, but the policy promises \[\]: make"),
-        (
-            {"min_thinking_tokens": 9, "max_thinking_tokens": 5},
-            ValueError,
-            "max_thinking_tokens is 5, below min_thinking_tokens 9",
-        ),
+        ({"min_thinking_tokens": 9, "max_thinking_tokens": 5}, ValueError, "5, below min_th.* 9;"),
         (1, TypeError, "stop_policy is 1; it must be True, False"),
         (Agreement, TypeError, "it must be True, False, a dict or a rule"),
     ],
@@ -96,10 +92,7 @@ def test_settings(
         ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other; it repl"),
         ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds and stop_policy exclude"),
         ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
-        (
-            {"no_repeat_ngram_size": 2},
-            "no_repeat_ngram_size and stop_policy exclude each other; wh",
-        ),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size and stop_policy exclude each other"),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size and stop_policy excl"),
         ({"forced_eos_token_id": 0}, "forced_eos_token_id and stop_policy exclude each other"),
         ({"length_penalty": 0.5}, r"price of a token is stop_policy=\{'price': \.\.\.\}"),
@@ -137,11 +130,7 @@ def test_a_filled_cache_an_assistant_and_options_in_a_config(model: OSPrunerForC
         (PROMPT, [[1] * 10], "attention_mask must be a tensor"),
         (PROMPT, torch.full(PROMPT.shape, 2.0), "1 for tokens and 0 for padding"),
         (PROMPT, torch.full(PROMPT.shape, torch.nan), "1 for tokens and 0 for padding"),
-        (
-            PROMPT.expand(2, 10),
-            torch.tensor([[1], [0]]).expand(2, 10),
-            r"the prompts of rows \[1\] are empty",
-        ),
+        (PROMPT.expand(2, 10), torch.eye(2)[:, :1].expand(2, 10), r"of rows \[1\] are empty"),
         (
             PROMPT.expand(3, 10),
             torch.tensor([[1] * 10, [0] * 2 + [1] * 8, [1] * 8 + [0] * 2]),
@@ -163,10 +152,7 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
         (torch.compile, "compiled by torch.compile"),
         (lambda base: base.compile(), "compiled by torch.compile"),
         (lambda base: base.model.layers[1].compile(), "compiled by torch.compile"),
-        (
-            lambda base: setattr(base, "forward", torch.compile(base.forward)),
-            "compiled by torch.compile",
-        ),
+        (lambda base: setattr(base, "forward", torch.compile(base.forward)), "compiled by torch."),
         (
             lambda base: setattr(base.generation_config, "eos_token_id", None),
             "the generation config has no eos_token_id",
