@@ -12,9 +12,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import reading, stop_logits, stop_probabilities
-from ospruner.train.untrained import untrained
 
 from ..broken_tensors import drop, edit
+from ..chats import chat_ids
+from .test_loading import save_policy
 
 MOST_LINES = 3_000
 Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
@@ -29,15 +30,8 @@ def saved(
     tmp_path: Path,
 ) -> Saved:
     """A policy that differs from its base, and the folder in which it is saved."""
-    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = untrained(base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers")
-    model.config.price = 5e-4
-    with torch.no_grad():
-        for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    folder = tmp_path / "policy"
-    model.save_pretrained(folder)
-    return model, folder
+    base, folder = Qwen2ForCausalLM.from_pretrained(tiny_base_dir), tmp_path / "policy"
+    return save_policy(base, tiny_tokenizer, folder, 50, num_policy_layers=request.param), folder
 
 
 EXPECTED_FILES = {*FLAT_FILES, "config.json", "model.safetensors", "tokenizer.json"}
@@ -183,30 +177,21 @@ def test_given_texts_are_scored_at_their_step_ends(
 ) -> None:
     """Alone and as rows of a batch, and whole chats whose thinking is found."""
     model, _ = saved
-    template: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-    prompt = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], **template)
-    traces = [
-        tiny_tokenizer.encode(text, add_special_tokens=False)
-        for text in ("So 3 + 4 = 7.\n\nWait, 7 - 4 = 3.\n\nThe answer", "Ann has 3.\n\n")
-    ]
-    alone = []
-    for trace in traces:
-        ends = model.token_format.step_ends(trace)
-        logits = stop_logits(model, torch.tensor([[*prompt, *trace]]))[0]
-        wanted = torch.sigmoid(logits[[len(prompt) + end - 1 for end in ends]])
-        given = stop_probabilities(model, [*prompt, *trace], prompt_length=len(prompt))
-        torch.testing.assert_close(given, wanted)
-        answered = torch.tensor([*prompt, *trace, model.token_format.think_end_id, 9, 9])
-        torch.testing.assert_close(stop_probabilities(model, answered), wanted, rtol=0, atol=1e-5)
-        alone.append(wanted)
-    assert [len(one) for one in alone] == [3, 1]
-    texts = [[*prompt, *trace] for trace in traces]
-    closing = model.token_format.think_end_id
+    prompt = chat_ids(tiny_tokenizer, "3 + 4?")
+    traces = "So 3 + 4 = 7.\n\nWait, 7 - 4 = 3.\n\nThe answer", "Ann has 3.\n\n"
+    texts = [[*prompt, *tiny_tokenizer.encode(one, add_special_tokens=False)] for one in traces]
+    begin, closing = len(prompt), model.token_format.think_end_id
     rows = [text + [closing] * (1 + max(map(len, texts)) - len(text)) for text in texts]
-    found = stop_probabilities(model, torch.tensor(rows))
-    torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
-    assert found[1, 1:].isnan().all()
+    batch = stop_probabilities(model, torch.tensor(rows))
+    assert batch.isnan().tolist() == [[False, False, False], [False, True, True]]
+    for text, row in zip(texts, batch, strict=True):
+        ends = [begin + end for end in model.token_format.step_ends(text[begin:])]
+        wanted = torch.sigmoid(stop_logits(model, torch.tensor([text]))[0, torch.tensor(ends) - 1])
+        given = stop_probabilities(model, text, prompt_length=begin)
+        torch.testing.assert_close(given, wanted)
+        answered = stop_probabilities(model, [*text, closing, 9, 9])
+        for found in (answered, row[: len(ends)]):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +203,7 @@ def test_given_texts_are_scored_at_their_step_ends(
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    ids: Any,
-    length: Any,
-    message: str,
+    saved: Saved, ids: Any, length: Any, message: str
 ) -> None:
-    model = untrained(tiny_base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=message):
-        stop_probabilities(model, torch.tensor(ids), prompt_length=length)
+        stop_probabilities(saved[0], torch.tensor(ids), prompt_length=length)

@@ -109,10 +109,11 @@ def policy_on(
     n: int = 3,
     tuning: str = "queries",
     dtype: torch.dtype = torch.float32,
+    **fields: Any,
 ) -> OSPrunerForCausalLM:
     """A policy whose weights are not the base's; the base ends a step every few tokens."""
     base: Any = make_base(name, tokenizer)
-    model = random_policy(base.to(dtype), tokenizer, n, tuning)
+    model = random_policy(base.to(dtype), tokenizer, n, tuning, **fields)
     with torch.no_grad():
         for parameter in model.policy.layers.parameters():
             parameter.mul_(1.1)

@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.methods import price_grid
-from ospruner.scoring import stop_logits, stop_probabilities
+from ospruner.scoring import stop_logits
 from ospruner.train.untrained import fresh_layers, untrained
 
-from ..chats import asked_of, chat_batch, prompts_of
-from ..families import random_policy
+from ..chats import prompts_of
+from ..families import check_one_pass
+from .test_policy import SAMPLED, policy_on, rows_of
 
 RANGE = (5e-5, 1e-2)
 PRICES = (0.0, 2e-5, 5e-5, 3e-4, 1e-3, 1e-2)
@@ -68,30 +69,16 @@ def test_the_price_of_indifference_is_where_a_stop_is_as_likely_as_not() -> None
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layers: int) -> None:
-    how: dict[str, Any] = {"price_range": RANGE, "std": 0.25}  # on whose prices much depends
-    model = random_policy(reasoner.model, reasoner.tokenizer, layers, **how)
-    texts = prompts_of(reasoner, 3)
-    padded = chat_batch(reasoner.tokenizer, asked_of(reasoner, 3))
-    width = padded["input_ids"].shape[1]
-    tokens = []
+def test_generate_says_what_one_pass_over_the_text_says_at_each_price(
+    tiny_tokenizer: PreTrainedTokenizerFast, layers: int
+) -> None:
+    model = policy_on("qwen2", tiny_tokenizer, layers, price_range=RANGE, std=0.25)
     for price in PRICES[::2]:
-        said = {"price": price, "mode": "threshold", "threshold": 0.5}
-        output = model.generate(**padded, stop_policy=said, max_new_tokens=150, do_sample=False)
-        tokens.append(sum(record.thinking_tokens for record in model.last_stop))
-        for text, row, record in zip(texts, output, model.last_stop, strict=True):
-            written = [*text, *row[width:].tolist()]
-            steps = len(record.step_ends)
-            assert steps
-            pi = stop_probabilities(model, written, prompt_length=len(text), price=price)
-            found = torch.tensor(record.probabilities)
-            torch.testing.assert_close(found, pi[:steps], atol=1e-5, rtol=1e-4)
-            assert len(record.prices) == steps
+        assert len(check_one_pass(model, rows_of(4), 1e-5, price=price, **SAMPLED)) > 10
+        for record in model.last_stop:
             # It stops where the price of indifference is no higher than the price.
             for index, probability in zip(record.prices, record.probabilities, strict=True):
                 assert (index <= price) == (probability >= 0.5)
-    assert tokens == sorted(tokens, reverse=True)
-    assert tokens[0] > tokens[-1]
 
 
 def test_a_policy_of_one_price_tells_none_and_knows_no_other(reasoner: Reasoner) -> None:
