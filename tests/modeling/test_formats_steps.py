@@ -1,6 +1,5 @@
 """What watches tokens: step ends, channels, cut markers, boxes; what is refused as a format."""
 
-import copy
 import gzip
 import json
 import re
@@ -393,21 +392,3 @@ def test_markers_that_a_real_tokenizer_has_no_tokens_for(
 def test_a_marker_of_turns_is_one_token(real_r1: Compiled) -> None:
     with pytest.raises(ValueError, match="turn of several messages it must be one token"):
         TokenFormat.compile(HARMONY, real_r1[0])
-
-
-def test_where_a_prompt_s_thinking_begins(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = str(tokenizer.chat_template).replace("<think>", "<reason>")
-    fmt = TokenFormat.compile(TEXTUAL, tokenizer)
-    prompt, more, over = (
-        chat_ids(tokenizer, "<reason>2 + 3?</reason>", begun)
-        for begun in ("", "First.\n\nSo", "First.</reason>\n\nIt is")
-    )
-    assert fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    assert fmt.thinking_span(more) == (len(prompt), len(more), False)
-    span = fmt.thinking_span(over)
-    assert span.closed
-    assert tokenizer.decode(over[span.start : span.end]) == "First."
-    raw = token_ids(tokenizer, "Some text <reason>\nFirst")
-    assert str(tokenizer.decode(raw[fmt.thinking_span(raw).start :])).strip() == "First"
-    assert fmt.thinking_span(token_ids(tokenizer, "First</reason>\n\nIt")).closed
