@@ -53,6 +53,20 @@ def on_base(base: Any, folder: str, **arguments: Any) -> Any:
     )
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "wrapped"])
+def wrapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by a decorator that times it, which knows nothing of the repository."""
+    for name in ("load_custom_generate", "generate") if request.param else ():
+        inner = getattr(GenerationMixin, name)
+
+        def timed(self: Any, *args: Any, inner: Any = inner, **kwargs: Any) -> Any:
+            found = inner(self, *args, **kwargs)
+            return (lambda *a, **k: found(*a, **k)) if callable(found) else found
+
+        monkeypatch.setattr(GenerationMixin, name, timed)
+
+
+@pytest.mark.usefixtures("wrapped")
 @pytest.mark.parametrize(
     "stop_policy",
     [
@@ -121,27 +135,6 @@ def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
     del base
     gc.collect()
     assert gone() is None, "the loaded policies keep their base alive"
-
-
-def test_wrappers_may_stand_between(
-    saved: Saved, base: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as a decorator that times it, which knows nothing of the repository."""
-    model, folder = saved
-    calls: list[Any] = []
-    for name in ("load_custom_generate", "generate"):
-        wrapped = getattr(GenerationMixin, name)
-
-        def timed(self: Any, *args: Any, inner: Any = wrapped, **kwargs: Any) -> Any:
-            calls.append(inner)
-            found = inner(self, *args, **kwargs)
-            return (lambda *a, **k: found(*a, **k)) if callable(found) else found
-
-        monkeypatch.setattr(GenerationMixin, name, timed)
-    found = on_base(base, folder)
-    assert len(set(calls)) == 2
-    torch.manual_seed(0)
-    assert torch.equal(found, model.generate(PROMPT, stop_policy=True, **ARGUMENTS))
 
 
 def test_what_cannot_work_is_refused(saved: Saved, base: Any) -> None:

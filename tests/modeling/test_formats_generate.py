@@ -138,6 +138,7 @@ SPOKEN = "First.</think> Say <think>."
 LATER = "First.\n\n</think>\n\n<tool_call>"
 LATEST, CHANNEL = "First.\n\n</think>\n\n", "<|channel|>"
 ENDED = f"{HELD}{BOXED}5<|end|>"
+REPLIED, STRINGS = f"I.\n\n{ROLE}{FINAL}It.\n\n", {"stop_strings": ["\n\n"]} | LONG
 BOX, AFTER = "</reason>\n\n\\boxed{", "\n\n\n\nThe final answer is \\boxed{"
 CASES = [
     Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
@@ -199,6 +200,19 @@ CASES = [
     Case("phrase", PHRASED, PHRASED, NEVER | FREE | LONG, "natural", steps=2),
     Case("phrase", PHRASED, f"It is.{AFTER}", ALWAYS),
     Case("phrase", "It is 5.<|end|>", "It is 5.<|end|>", NEVER, "natural", "It is 5."),
+    # A stop string ends the answer, and cuts no thinking: what the model wrote on is "No".
+    *(
+        Case(kind, f"{text}No", text, how | STRINGS, reason, never="No")
+        for kind, text, how, reason in (
+            ("calls", "I.\n\nSo.</think>\n\nIt.\n\n", NEVER | FREE, "natural"),
+            ("calls", "I.\n\n</think>\n\nIt.\n\n", ALWAYS | FREE, "policy"),
+            ("textual", "I.\n\n</reason>\n\nIt.\n\n", NEVER | FREE, "natural"),
+            ("harmony", REPLIED, NEVER | FREE | {"prefill": ANALYSIS}, "natural"),
+            ("calls", "It.\n\n", NEVER | FREE | {"prefill": "</think>"}, "natural"),
+            ("plain", "It.\n\n", NEVER, "length"),  # whose reply is what it thinks in
+        )
+    ),
+    Case("calls", "I.\n\n", "I.\n\n</think>\n\n\\boxed{", ALWAYS | STRINGS),
 ]
 
 
@@ -215,26 +229,6 @@ def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
         assert record.thinking_tokens == len(tokens(model, case.thought))
     if case.steps is not None:
         assert len(record.step_ends) == case.steps
-
-
-REPLIED = f"I.\n\n{ROLE}{FINAL}It.\n\n"
-CUT: list[tuple[str, str, dict[str, Any], str]] = [  # what the model wrote on: "No"
-    ("calls", "I.\n\nSo.</think>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\nSo.</think>\n\nIt.\n\n"),
-    ("calls", "I.\n\n", ALWAYS, "I.\n\n</think>\n\n\\boxed{"),
-    ("textual", "I.\n\n</reason>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\n</reason>\n\nIt.\n\n"),
-    ("harmony", f"{REPLIED}No", NEVER | FREE | {"prefill": ANALYSIS}, REPLIED),
-    ("calls", "It.\n\nNo", NEVER | FREE | {"prefill": "</think>"}, "It.\n\n"),
-    ("plain", "It.\n\nNo", NEVER, "It.\n\n"),  # whose reply is what it thinks in
-]
-
-
-@pytest.mark.parametrize(("kind", "script", "how", "wanted"), CUT)
-def test_stop_strings_cut_no_thinking(
-    models: Models, kind: str, script: str, how: dict[str, Any], wanted: str
-) -> None:
-    asked = how | {"max_answer_tokens": 40}
-    text, _ = write(models(kind), script, stop_strings=["\n\n"], **asked)
-    assert text.startswith(wanted) if how is ALWAYS else text == wanted
 
 
 @pytest.mark.parametrize("forms", [1, 2, 3])

@@ -199,22 +199,6 @@ def test_real_traces(shared_dir: Path, real_r1: Compiled) -> None:
     assert total > 500
 
 
-STEPS = [
-    "To solve it:\n\n1. **Add**, as in:\n\n\\[\nx = 2\n\n+ 3\n\\]\n\n",
-    "2. Check with a program:\n\n```python\na = 2\n\nb = 3\n\nprint(a + b)\n```\n\n",
-    "It prints $$5$$.\n\n",
-    "So the answer is \\boxed{5}.",
-]
-
-
-def test_steps_of_prose_with_qwen_s_tokenizer(real_r1: Compiled) -> None:
-    tokenizer = real_r1[0]
-    ids = token_ids(tokenizer, "".join(STEPS))
-    ends = TokenFormat.compile(PLAIN, tokenizer).step_ends(ids)
-    spans = [ids[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    assert [tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in spans] == STEPS
-
-
 @pytest.mark.parametrize(
     ("pieces", "ends"),
     [
@@ -224,6 +208,7 @@ def test_steps_of_prose_with_qwen_s_tokenizer(real_r1: Compiled) -> None:
         (["\\", "x", "[", "a\n\n"], [3]),  # no delimiter
         (["``", "`py\n", "a\n\n", "`", "``", "\n\n"], [5]),
         (["$$a$$", "b\n\n"], [1]),
+        (["It:\n\n", "1. **A**:\n\n", "\\[\nx\n\n", "+ 3\n\\", "]\n\n", "2.", "\n\n"], [4, 6]),
         (["a.\n\n\\[", "b\n\n", "\\]", "\n\n"], [0, 3]),  # opened after the break
         (["```\n", *["a\n\n"] * 10], [9, 10]),  # never closed: 8 blank lines are bridged
     ],

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-)
+from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner, draw_split
@@ -127,10 +124,7 @@ class Allow(LogitsProcessor):
 
 # What forbids the closing of the thinking, or what is forced behind it: its ends are given.
 FORBIDDING: list[tuple[str, Callable[[int, int], dict[str, Any]]]] = [
-    (
-        "prefix_allowed_tokens_fn",
-        lambda *_: {"prefix_allowed_tokens_fn": lambda row, ids: [30, 31]},
-    ),
+    ("prefix_allowed_tokens_fn", lambda *_: {"prefix_allowed_tokens_fn": lambda *_: [30, 31]}),
     ("Allow", lambda *_: {"logits_processor": [Allow([30, 31])]}),
     ("Allow", lambda end, _: {"logits_processor": [Allow([30, 31], begin=end)]}),
     ("bad_words_ids", lambda end, _: {"bad_words_ids": [[end]]}),
@@ -171,14 +165,13 @@ def test_constraints_that_allow_what_is_forced_are_kept(model: OSPrunerForCausal
 def test_no_row_stops_or_ends_before_the_fewest_tokens(
     model: OSPrunerForCausalLM, how: str
 ) -> None:
-    inputs = inputs_for(model, 2)
-    width, least, eos = inputs["input_ids"].shape[1], 40, model.base.generation_config.eos_token_id
-    ways: dict[str, dict[str, Any]] = {
+    inputs, least, eos = inputs_for(model, 2), 40, model.generation_config.eos_token_id
+    width = inputs["input_ids"].shape[1]
+    arguments: dict[str, Any] = {
         "min_new_tokens": {"min_new_tokens": least},
         "min_length": {"min_length": width + least},
         "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
-    }
-    arguments = ways[how]
+    }[how]
     run(model, inputs, stop_policy=ALWAYS)
     early = [record.thinking_tokens for record in model.last_stop]
     assert max(early) < least

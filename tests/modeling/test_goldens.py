@@ -27,11 +27,8 @@ from ..families import ORDINARY, let_write_paragraphs, make_base, padded_prompts
 GOLDENS = Path(__file__).with_name("goldens.json")
 RANGE = (1e-4, 1e-2)
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
-QUESTIONS = [
-    "What is 3 + 4 * 5?",
-    "Ann has 3 apples and buys 4 more. How many has she?",
-    "17 - 9",
-]
+HOW_MANY = "Ann has 3 apples and buys 4 more. How many has she?"
+QUESTIONS = ["What is 3 + 4 * 5?", HOW_MANY, "17 - 9"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,8 @@ def cases() -> Iterator[Case]:
     yield Case("one row", "tiny", "layers", rows=1, stop_policy=bold)
     yield Case("five rows", "tiny", rows=5, arguments=SAMPLED)
     yield Case("natural ends", "tiny", natural=True, stop_policy={"threshold": 1.0})
-    yield Case(
-        "natural, free", "tiny", natural=True, stop_policy={"threshold": 1, "answer": "free"}
-    )
+    free = {"threshold": 1, "answer": "free"}
+    yield Case("natural, free", "tiny", natural=True, stop_policy=free)
     yield Case("natural, drawn", "tiny", "layers", natural=True, arguments=SAMPLED, rows=5)
     closed = "<|user|>3<|assistant|><think>\n3 + 4\n\n</think>\n"
     yield Case("closed prompt", "tiny", prompt=closed, rows=1)
@@ -111,13 +107,8 @@ def model_of(
         base = _make_tiny_base(tokenizer)
     else:
         base = make_base(base_name, tokenizer)
-    model: Any = untrained(
-        base,
-        tokenizer,
-        num_policy_layers=layers,
-        tuning=tuning,
-        price_range=RANGE if priced else None,
-    )
+    prices = RANGE if priced else None
+    model: Any = untrained(base, tokenizer, layers, tuning, price_range=prices)
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
             drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))

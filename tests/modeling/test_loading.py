@@ -103,15 +103,6 @@ def test_another_fine_tune_of_the_same_sizes_is_refused(
         OSPrunerForCausalLM.from_base(base, policy)
 
 
-def test_a_rounded_base_is_the_same_base(base: Qwen2ForCausalLM, policy: Path) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        torch.nn.Module.to(base, dtype)
-        model = OSPrunerForCausalLM.from_base(base, policy)
-        assert model.policy.tail is not None
-        assert model.policy.tail.dtype == dtype
-        assert scores(model).isfinite().all()
-
-
 DAMAGED = {
     "cut": lambda whole: whole[: len(whole) // 2],
     "garbage": lambda whole: b"\xff" * 64,
