@@ -37,20 +37,16 @@ MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, en
 def serving(case: Case, dtype: str) -> Iterator[str]:
     """The address of a server of a case's policy."""
     sys.path.append(str(timing.HERE))
-    from tests.server_process import free_port, running_server
+    from tests.server_process import running_server
 
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     # Prefix caching off: the second pass would find the first one's prompts computed.
-    asked = (
-        f"serve {case.policy} --opt-in --host 127.0.0.1 --port {port} --served-model-name policy"
-    )
+    asked = f"serve {case.policy} --opt-in --served-model-name policy"
     asked += f" --dtype {dtype} --max-model-len 1024 --block-size 32 --no-enable-prefix-caching"
     asked += " --enforce-eager" if DEVICE == "cpu" else ""
     command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
     # The server has an engine process; `serve` turned that off for engines of its own.
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with running_server(command, url, processes, case.policy.with_name("server.log")):
+    with running_server(command, processes, case.policy.with_name("server.log")) as url:
         yield url
 
 

@@ -67,16 +67,15 @@ def main(names: Sequence[str]) -> None:
     if importlib.util.find_spec("sglang") is not None:
         from .serving.sglang.bases_checks import check
     for name in names or (*ORDINARY, *OTHERS, *MORE):
-        base = make_base(name, tokenizer)
+        base, row = make_base(name, tokenizer), rows.setdefault(name, {})
         if importlib.util.find_spec("sglang") is not None:
-            some = not rows[name]["queries"].startswith("refused")
-            row = {"sglang": check(base, tokenizer) if some else NO_POLICY}
+            some = not row["queries"].startswith("refused")
+            row["sglang"] = check(base, tokenizer) if some else NO_POLICY
         else:
-            row = {tuning: in_transformers(base, tuning) for tuning in ("queries", "layers")}
-            some = not all(said.startswith("refused") for said in row.values())
+            row |= {tuning: in_transformers(base, tuning) for tuning in ("queries", "layers")}
+            some = not (row["queries"].startswith("refused") and row["layers"].startswith("refu"))
             if importlib.util.find_spec("vllm") is not None:
                 row["vllm"] = in_vllm(name, base) if some else NO_POLICY
-        rows[name] = rows.get(name, {}) | row
         print(name, row, flush=True)
         FILE.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
 

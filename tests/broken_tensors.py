@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], object]
 
 
 def edit(group: str | None = None, **values: Any) -> Change:
-    """Changes fields of a folder's configuration, or of a group of them; None takes one out."""
+    """Changes fields of a folder's configuration, or of a group of them."""
 
     def change(folder: Path) -> None:
         file = folder / "config.json"
         whole = json.loads(file.read_text("utf-8"))
-        of = whole if group is None else whole[group]
-        of.update(values)
-        for name in [name for name, value in values.items() if group and value is None]:
-            del of[name]
+        (whole if group is None else whole[group]).update(values)
         file.write_text(json.dumps(whole), "utf-8")
 
     return change
@@ -44,52 +41,39 @@ def pickle_only(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def _misshape(tensors: Tensors) -> None:
-    tensors["policy.head.bias"] = torch.zeros(3)
+HEAD, NORM = "policy.head.weight", "policy.tail.norm.weight"
 
 
-def _missing(tensors: Tensors) -> None:
-    del tensors["policy.head.weight"]
+def _with_last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.cat([tensor[:-1], torch.tensor([value])])
 
 
-def _unknown(tensors: Tensors) -> None:
-    tensors["policy.extra"] = torch.zeros(1)
-
-
-def _integers(tensors: Tensors) -> None:
-    tensors["policy.head.weight"] = tensors["policy.head.weight"].to(torch.int32)
-
-
-def _packed(tensors: Tensors) -> None:
-    """Without its scales, an 8-bit weight means nothing."""
-    tensors["policy.head.weight"] = tensors["policy.head.weight"].to(torch.float8_e4m3fn)
-
-
-def _nan(tensors: Tensors) -> None:
-    tensors[max(tensors)].view(-1)[-1] = torch.nan
-
-
-def _infinite(tensors: Tensors) -> None:
-    tensors[max(tensors)].view(-1)[0] = -torch.inf
-
-
-BROKEN: dict[str, tuple[Callable[[Tensors], None], str]] = {
-    "shape": (_misshape, r"another shape or dtype: \['head.bias torch.float32 \(3,\) instead of"),
-    "missing": (_missing, r"missing: \['head.weight'\]"),
-    "unknown": (_unknown, r"unknown: \['extra'\]"),
-    "integers": (_integers, r"head.weight torch.int32 \(1, \d+\) instead of \(1, "),
-    "packed": (_packed, r"head.weight torch.float8_e4m3fn \(1, \d+\) instead of \(1, "),
-    "NaN": (_nan, r"not finite: \['tail."),
-    "infinite": (_infinite, r"not finite: \['tail."),
+BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str]] = {
+    "shape": (
+        "policy.head.bias",
+        lambda _: torch.zeros(3),
+        r"another shape or dtype: \['head.bias torch.float32 \(3,\) instead of",
+    ),
+    "missing": (HEAD, None, r"missing: \['head.weight'\]"),
+    "unknown": ("policy.extra", lambda new: new, r"unknown: \['extra'\]"),
+    "integers": (HEAD, torch.Tensor.int, r"head.weight torch.int32 \(1, \d+\) instead of \(1, "),
+    # Without its scales, an 8-bit weight means nothing.
+    "packed": (
+        HEAD,
+        lambda tensor: tensor.to(torch.float8_e4m3fn),
+        r"head.weight torch.float8_e4m3fn \(1, \d+\) instead of \(1, ",
+    ),
+    "NaN": (NORM, _with_last(math.nan), r"not finite: \['tail."),
+    "infinite": (NORM, _with_last(-math.inf), r"not finite: \['tail."),
 }
-"""By name: how to break a policy's tensors, and what is said of it."""
+"""By name: a policy's tensor, what becomes of it (None: it is left out), and what is said of it."""
 
 
 def break_tensors(folder: Path, how: str) -> str:
     """Breaks the file in a policy's folder; what is said of it, as a pattern."""
-    change, said = BROKEN[how]
+    name, change, said = BROKEN[how]
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+    tensor = tensors.pop(name, torch.zeros(1))
+    save_file(tensors if change is None else {**tensors, name: change(tensor)}, path)
     return said

@@ -9,7 +9,6 @@ import urllib.request
 from typing import Any
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a reference
-KEYS = {"Enter": "\ue007", "ArrowDown": "\ue015", "ArrowUp": "\ue013"}
 
 
 class Browser:
@@ -61,11 +60,6 @@ class Browser:
         self._call("POST", "/url", {"url": "about:blank"})
         self._call("POST", "/url", {"url": address})
 
-    @property
-    def address(self) -> str:
-        """Of what is shown."""
-        return str(self._call("GET", "/url"))
-
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression in the page."""
         return self._call("POST", "/execute/sync", {"script": f"return {script}", "args": []})
@@ -81,13 +75,8 @@ class Browser:
 
     def press(self, *keys: str) -> None:
         """Real key presses, to whatever has the focus."""
-        actions = []
-        for key in keys:
-            value = KEYS.get(key, key)
-            actions += [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
-        self._call(
-            "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
-        )
+        each = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self._call("POST", "/actions", {"actions": [{"type": "key", "id": "k", "actions": each}]})
 
     def resize(self, width: int, height: int) -> None:
         """Changes the window."""

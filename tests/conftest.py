@@ -10,11 +10,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -48,33 +47,14 @@ Fuzzed = Callable[..., None]
 
 
 @pytest.fixture
-def fuzzed(record_property: Callable[[str, object], None]) -> Fuzzed:
-    """Counts what a fuzzer did: `fuzzed("label shard", flips=300, refused=300)`.
+def fuzzed() -> Fuzzed:
+    """Says what a fuzzer did (`pytest -rP`): `fuzzed("label shard", flips=300, refused=300)`."""
 
-    Counts of one name add up over all tests, on all of pytest-xdist's workers, and are printed at
-    the end, also where a test has failed.
-    """
+    def told(what: str, **counts: int) -> None:
+        said = (f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+        print(f"{what}: {', '.join(said)}")
 
-    def count(what: str, **counts: int) -> None:
-        record_property("fuzzed", (what, counts))
-
-    return count
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the counts of fuzzers."""
-    totals: dict[str, Counter[str]] = {}
-    for report in [one for outcome in terminalreporter.stats.values() for one in outcome]:
-        if isinstance(report, pytest.TestReport) and report.when == "call":
-            for name, value in report.user_properties:
-                if name == "fuzzed":
-                    what, counts = cast("tuple[str, dict[str, int]]", value)
-                    totals.setdefault(what, Counter()).update(counts)
-    if totals:
-        terminalreporter.section("fuzzers")
-    for what, total in sorted(totals.items()):
-        said = (f"{count:,} {name.replace('_', ' ')}" for name, count in total.items())
-        terminalreporter.write_line(f"{what}: {', '.join(said)}")
+    return told
 
 
 @pytest.fixture(scope="session")
@@ -90,10 +70,8 @@ def load_script() -> Callable[[str], ModuleType]:
     def load(path: str) -> ModuleType:
         file = REPO / path
         name = f"script_{file.stem}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        spec: Any = importlib.util.spec_from_file_location(name, file)
+        module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # where dataclasses look for it
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(file.parent))
@@ -195,8 +173,6 @@ def tiny_base_dir(
 
 
 def _compiled(folder: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
-    if not folder.is_dir():
-        pytest.skip(f"{folder} does not exist")
     from transformers import AutoTokenizer
 
     from modeling_ospruner.formats_ospruner import TokenFormat

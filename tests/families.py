@@ -210,14 +210,15 @@ def check_one_pass(
     inputs: dict[str, Any],
     close: float = 1e-5,
     cache: Callable[[], Any] = lambda: None,
+    price: float | None = None,
     **how: Any,
-) -> list[list[float]]:
-    """Generates with a policy that never stops; what it says at the step ends of each row.
+) -> list[float]:
+    """Generates with a policy that never stops; what it says at the step ends of all rows.
 
     The tokens must be plain generate's, and what is said what one pass over the text says.
     """
     texts = []
-    for stop_policy in (False, NEVER):
+    for stop_policy in (False, NEVER | {"price": price}):
         torch.manual_seed(0)
         given = {**how, "past_key_values": cache(), "stop_policy": stop_policy}
         texts.append(model.generate(**inputs, **given))
@@ -227,6 +228,6 @@ def check_one_pass(
         start, found = int(real.sum()), record.probabilities
         trace = row[width : width + record.thinking_tokens].tolist()
         assert model.token_format.step_ends(trace)[: len(found)] == record.step_ends
-        wanted = stop_probabilities(model, row[width - start :], prompt_length=start)
+        wanted = stop_probabilities(model, row[width - start :], prompt_length=start, price=price)
         torch.testing.assert_close(torch.tensor(found), wanted[: len(found)], rtol=0, atol=close)
-    return [record.probabilities for record in model.last_stop]
+    return [one for record in model.last_stop for one in record.probabilities]

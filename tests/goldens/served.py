@@ -55,5 +55,4 @@ def replies(client: OpenAI) -> dict[str, Any]:
 
 def recorded() -> dict[str, Any]:
     """What 1b71721 replied."""
-    known: dict[str, Any] = json.loads(SERVED.read_text("utf-8"))
-    return known
+    return dict(json.loads(SERVED.read_text("utf-8")))

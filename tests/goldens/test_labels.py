@@ -15,18 +15,11 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import Labeller, label_problems
 
 HERE = Path(__file__).parent
-RECORDED: dict[str, list[dict[str, Any]]] = json.loads((HERE / "goldens.json").read_text())[
-    "labels"
-]
+RECORDED: Any = json.loads((HERE / "goldens.json").read_text())["labels"]
 PROBLEMS = 5  # of 24: the whole record takes half a minute
 HOW: dict[str, dict[str, Any]] = {
-    "sampled": {
-        "samples_per_problem": 2,
-        "max_answer_tokens": 32,
-        "max_new_tokens": 400,
-        "seed": 3,
-    },
-    "greedy": {"temperature": 0, "max_new_tokens": 400, "max_answer_tokens": 512, "answer": "free"},
+    "sampled": {"samples_per_problem": 2, "max_answer_tokens": 32, "seed": 3},
+    "greedy": {"temperature": 0, "max_answer_tokens": 512, "answer": "free"},
 }
 
 
@@ -34,7 +27,8 @@ HOW: dict[str, dict[str, Any]] = {
 def test_labels_are_what_they_were(name: str, reasoner: Reasoner, tmp_path: Path) -> None:
     lines = (HERE / "problems.jsonl").read_text().splitlines()[:PROBLEMS]
     problems = [Problem(**json.loads(line)) for line in lines]
-    settings = LabelSettings(base_model=str(reasoner.folder), **HOW[name])
+    base = str(reasoner.folder)
+    settings = LabelSettings(base_model=base, max_new_tokens=400, **HOW[name])
     labeller = Labeller(reasoner.tokenizer, reasoner.token_format, settings)
     rows = label_problems(problems, reasoner.engine, labeller, tmp_path).to_list()
     wanted = {problem.id for problem in problems}

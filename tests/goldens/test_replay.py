@@ -16,15 +16,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from ospruner.demo import REASONER
+from ospruner.eval import replay as replays
 from ospruner.eval.measured import Split
-from ospruner.eval.replay import (
-    Outcome,
-    hindsight_oracle,
-    replay,
-    replay_budget,
-    replay_full,
-    replay_step,
-)
 from ospruner.eval.table import TraceTable
 from ospruner.rules import parse_rule
 from ospruner.train.labels.loading import load_labels
@@ -32,9 +25,7 @@ from ospruner.train.labels.loading import load_labels
 from ..eval.evaluations import replay_rule
 
 HERE = Path(__file__).parent
-RECORDED: dict[str, dict[str, list[float]]] = json.loads((HERE / "goldens.json").read_text())[
-    "replay"
-]
+RECORDED: Any = json.loads((HERE / "goldens.json").read_text())["replay"]
 FORCED_TOKENS = 4  # the closing and the box prefix, as they were counted
 
 
@@ -43,25 +34,25 @@ def traces() -> Any:
     return load_labels(HERE / "labels").traces
 
 
-def outcome(name: str, traces: Any) -> Outcome:
+def outcome(name: str, traces: Any) -> replays.Outcome:
     table = TraceTable.from_dataset(traces)
     rows, steps = table.mask.shape
     wave = [[np.sin(1.7 * step + 0.3 * row) for step in range(steps)] for row in range(rows)]
     probabilities = 0.5 + 0.5 * np.array(wave)
     kind, _, number = name.partition(" ")
     if kind == "sample":
-        return replay(table, probabilities)
+        return replays.replay(table, probabilities)
     if kind == "threshold":
-        return replay(table, probabilities, threshold=float(number))
+        return replays.replay(table, probabilities, threshold=float(number))
     if kind == "full":
-        return replay_full(table)
+        return replays.replay_full(table)
     if kind == "oracle":
-        return hindsight_oracle(table, float(number))
+        return replays.hindsight_oracle(table, float(number))
     kind, _, number = name.partition(":")
     if kind == "budget":
-        return replay_budget(table, int(number))
+        return replays.replay_budget(table, int(number))
     if kind == "step":
-        return replay_step(table, int(number))
+        return replays.replay_step(table, int(number))
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
     split = Split(traces, table, FORCED_TOKENS, lambda ids: str(tokenizer.decode(ids)))
     rule: Any = parse_rule(name)

@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import CacheLayerMixin
-from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.policy_ospruner import Reader
 from ospruner.train.untrained import fresh_layers, untrained
@@ -152,35 +151,31 @@ def test_saved_loaded_and_generating(
     let_write_paragraphs(loaded.base, loaded.token_format, 12.0, -100.0)
     length: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     said = check_one_pass(loaded, padded_prompts(PROMPT_WIDTH), 1e-4, **length)
-    assert sum(map(len, said)) >= 6
+    assert len(said) >= 6
 
 
-WORDS = {
-    "gpt2": r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la",
-    "gemma4_text, per-layer embeddings": "beside .* looks up embed_tokens_per_layer",
-    "minimax": r"MiniMaxForCausalLM cannot be a base: its .* on their own \(",
-    "bamba": "BambaForCausalLM cannot be a base: its la",
-    "mamba": r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError",
+SEES: dict[str, Any] = {
+    "text_config": {**COMMON, "vocab_size": 640},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    | {"num_attention_heads": 4, "image_size": 28, "patch_size": 14},
 }
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {}, r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la"),
+    ("gemma4_text, per-layer embeddings", {}, "beside .* looks up embed_tokens_per_layer"),
+    ("minimax", {}, r"MiniMaxForCausalLM cannot be a base: its .* on their own \("),
+    ("bamba", {**MAMBA, "attn_layer_indices": [1]}, "BambaForCausalLM cannot be a base: its la"),
+    ("mamba", {}, r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError"),
+    (
+        "gemma3",
+        {"auto": AutoModelForImageTextToText, **SEES},
+        "Gemma3ForConditionalGeneration cannot be a base: it wraps a language model.*Load that mo",
+    ),
+]
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize(("name", "fields", "said"), REFUSED)
 def test_bases_that_cannot_work_are_refused_by_name(
-    tiny_tokenizer: PreTrainedTokenizerFast, name: str
+    tiny_tokenizer: PreTrainedTokenizerFast, name: str, fields: dict[str, Any], said: str
 ) -> None:
-    fields = {**MAMBA, "attn_layer_indices": [1]} if name == "bamba" else {}
-    with pytest.raises(ValueError, match=WORDS[name]):
-        untrained(make_base(name, tiny_tokenizer, **fields), tiny_tokenizer, tuning="layers")
-
-
-def test_wrapped_language_models_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    kind: Any = CONFIG_MAPPING["gemma3"]
-    make_text: Any = CONFIG_MAPPING["gemma3_text"]
-    text = make_text(**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
-    config = kind(text_config=text.to_dict(), vision_config=vision)
-    base = AutoModelForImageTextToText.from_config(config).eval()
-    said = rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model"
     with pytest.raises(ValueError, match=said):
-        untrained(base, tiny_tokenizer, tuning="layers")
+        untrained(make_base(name, tiny_tokenizer, **fields), tiny_tokenizer, tuning="layers")

@@ -1,8 +1,8 @@
 """A policy's repository on a base that is loaded already: `base.generate(custom_generate=...)`."""
 
-import functools
+import copy
 import gc
-import os
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationMixin,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationMixin, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig, TokenFormat
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.custom_generate_ospruner import generate
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import AnswerEntropy, StopRule
 
 from ..families import let_write_paragraphs, random_policy
@@ -37,19 +30,20 @@ def saved(
     tiny_tokenizer: PreTrainedTokenizerFast,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Saved:
-    """A policy that stops here and there, and the folder in which it is saved."""
-    model = random_policy(load_base(tiny_base_dir), tiny_tokenizer)
+    """A policy that stops here and there, as paragraphs end often, and where it is saved."""
+    model = random_policy(Qwen2ForCausalLM.from_pretrained(tiny_base_dir), tiny_tokenizer)
+    let_write_paragraphs(model.base, model.token_format, ending=0.0)
     folder = tmp_path_factory.mktemp("policies") / "policy-1.0"
     model.save_pretrained(folder)
     return model, str(folder)
 
 
-def load_base(folder: Path) -> Any:
-    """The tiny base, greedy; its paragraphs end often, so that there is something to decide."""
-    base = Qwen2ForCausalLM.from_pretrained(folder)
-    fmt = TokenFormat.compile(DEEPSEEK_R1, AutoTokenizer.from_pretrained(folder))
-    let_write_paragraphs(base, fmt, ending=0.0)
-    return base
+@pytest.fixture
+def base(saved: Saved, tiny_base_dir: Path) -> Any:
+    """The policy's base anew, greedy."""
+    made = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+    made.generation_config = copy.deepcopy(saved[0].generation_config)
+    return made
 
 
 def on_base(base: Any, folder: str, **arguments: Any) -> Any:
@@ -59,6 +53,20 @@ def on_base(base: Any, folder: str, **arguments: Any) -> Any:
     )
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "wrapped"])
+def wrapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by a decorator that times it, which knows nothing of the repository."""
+    for name in ("load_custom_generate", "generate") if request.param else ():
+        inner = getattr(GenerationMixin, name)
+
+        def timed(self: Any, *args: Any, inner: Any = inner, **kwargs: Any) -> Any:
+            found = inner(self, *args, **kwargs)
+            return (lambda *a, **k: found(*a, **k)) if callable(found) else found
+
+        monkeypatch.setattr(GenerationMixin, name, timed)
+
+
+@pytest.mark.usefixtures("wrapped")
 @pytest.mark.parametrize(
     "stop_policy",
     [
@@ -70,11 +78,9 @@ def on_base(base: Any, folder: str, **arguments: Any) -> Any:
     ],
     ids=["default", "dict", "config", "rule", "off"],
 )
-def test_same_tokens_and_records_as_the_class(
-    saved: Saved, tiny_base_dir: Path, stop_policy: Any
-) -> None:
+def test_same_tokens_and_records_as_the_class(saved: Saved, base: Any, stop_policy: Any) -> None:
     model, folder = saved
-    base = load_base(tiny_base_dir).train()
+    base.train()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     given = {} if stop_policy is None else {"stop_policy": stop_policy}
     found = on_base(base, folder, **given)
@@ -101,73 +107,38 @@ def test_same_tokens_and_records_as_the_class(
     assert [vars(record) for record in output.stop] == records
 
 
-def loaded_policies() -> Any:
-    """What the copy of the code that transformers runs has loaded, by base and repository."""
-    (module,) = {
-        id(module): module
-        for name, module in sys.modules.items()
-        if name.startswith("transformers_modules.") and name.endswith(".modeling_ospruner")
-    }.values()
-    return module._POLICIES
+def loaded_on(base: Any) -> Any:
+    """The policies, by repository, that the copy of the code which transformers runs holds."""
+    ours = (sys.modules[name] for name in list(sys.modules) if name.endswith(".modeling_ospruner"))
+    (module,) = {one for one in ours if base in one._POLICIES}
+    return module._POLICIES[base]
 
 
 def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
-    saved: Saved, tiny_base_dir: Path
+    saved: Saved, base: Any, tmp_path: Path
 ) -> None:
     model, folder = saved
-    base = load_base(tiny_base_dir)
-    on_base(base, folder)
-    first = loaded_policies()[base][os.path.abspath(folder)]
-    on_base(base, folder)
-    assert loaded_policies()[base][os.path.abspath(folder)] is first
+    shutil.copytree(folder, changed := tmp_path / "policy")
+    base, name = copy.deepcopy(base), str(changed)  # of which this test alone has a reference
+    on_base(base, name)
+    first = loaded_on(base)[name]
+    on_base(base, name)
+    assert loaded_on(base)[name] is first
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        model.policy.head.bias.add_(50.0)  # stops at once, everywhere
-    try:
-        model.save_pretrained(folder)
-        on_base(base, folder)
-        assert all(len(record.step_ends) <= 1 for record in base.last_stop)
-        assert loaded_policies()[base][os.path.abspath(folder)] is not first
-    finally:
-        with torch.no_grad():
-            model.policy.head.bias.sub_(50.0)
-        model.save_pretrained(folder)
+        other.policy.head.bias.add_(50.0)  # stops at once, everywhere
+    other.save_pretrained(changed)
+    on_base(base, name)
+    assert all(len(record.step_ends) <= 1 for record in base.last_stop)
+    assert loaded_on(base)[name] is not first
     gone = weakref.ref(base)
     del base
     gc.collect()
     assert gone() is None, "the loaded policies keep their base alive"
 
 
-def test_wrappers_may_stand_between(
-    saved: Saved, tiny_base_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as a decorator that times it, which knows nothing of the repository."""
+def test_what_cannot_work_is_refused(saved: Saved, base: Any) -> None:
     model, folder = saved
-    base = load_base(tiny_base_dir)
-    load = GenerationMixin.load_custom_generate
-    calls = []
-
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = load(self, *args, **kwargs)
-
-        @functools.wraps(inner)
-        def outer(*positional: Any, **named: Any) -> Any:
-            calls.append(len(named))
-            return inner(*positional, **named)
-
-        return outer
-
-    monkeypatch.setattr(GenerationMixin, "load_custom_generate", timed)
-    plain: Any = GenerationMixin.generate
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *a, **k: plain(self, *a, **k))
-    found = on_base(base, folder)
-    assert calls
-    torch.manual_seed(0)
-    assert torch.equal(found, model.generate(PROMPT, stop_policy=True, **ARGUMENTS))
-
-
-def test_what_cannot_work_is_refused(saved: Saved, tiny_base_dir: Path) -> None:
-    model, folder = saved
-    base = load_base(tiny_base_dir)
     with pytest.raises(ValueError, match="is a folder, which has none: leave revision out"):
         on_base(base, folder, revision="main")
     with pytest.raises(ValueError, match="not with beam_search"):

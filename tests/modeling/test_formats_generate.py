@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
@@ -38,21 +38,6 @@ HARMONY_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 Models = Callable[[str], OSPrunerForCausalLM]
-
-
-class Script(LogitsProcessor):
-    """The model's own will: it writes the script, whatever has been forced in between."""
-
-    def __init__(self, ids: list[int], prompt_tokens: int) -> None:
-        self.ids = ids
-        self.prompt_tokens = prompt_tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = input_ids.shape[1] - self.prompt_tokens
-        if at < len(self.ids):
-            scores = scores.clone()
-            scores[:, self.ids[at]] = 1e4
-        return scores
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +83,18 @@ def write(
     """What is written after the prompt, and the record."""
     prompt = chat_ids(model.tokenizer, "2 + 3?", prefill)
     ids = tokens(model, script)
+
+    def will(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The model writes the script, whatever has been forced in between."""
+        at = input_ids.shape[1] - len(prompt)
+        scores[:, ids[at : at + 1]] = 1e4
+        return scores
+
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         stop_policy={"max_answer_tokens": 4, **settings},
-        logits_processor=[Script(ids, len(prompt))],
+        logits_processor=[will],
         max_new_tokens=len(ids) + 30,
         do_sample=False,
         stop_strings=stop_strings,
@@ -146,6 +138,7 @@ SPOKEN = "First.</think> Say <think>."
 LATER = "First.\n\n</think>\n\n<tool_call>"
 LATEST, CHANNEL = "First.\n\n</think>\n\n", "<|channel|>"
 ENDED = f"{HELD}{BOXED}5<|end|>"
+REPLIED, STRINGS = f"I.\n\n{ROLE}{FINAL}It.\n\n", {"stop_strings": ["\n\n"]} | LONG
 BOX, AFTER = "</reason>\n\n\\boxed{", "\n\n\n\nThe final answer is \\boxed{"
 CASES = [
     Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
@@ -188,6 +181,7 @@ CASES = [
     Case("calls", LATER, LATER, ALWAYS | TOOLS),
     Case("softly", "First.\n\n", "First.\n\nEnough, so:</think>\n\n\\boxed{", ALWAYS),
     Case("softly", "First.\n\n", "First.\n\n</think>\n\n", ALWAYS | {"wind_down": ""}),
+    Case("calls", "First.\n\n", "First.\n\nSo:</think>\n\n", ALWAYS | {"wind_down": "So:"}),
     Case("softly", "First.</think>", "First.</think>\n\n\\boxed{", NEVER, "natural", "First."),
     Case("textual", "First.\n\nThen.\n\n", f"First.\n\n{BOX}", ALWAYS),
     *(
@@ -206,6 +200,19 @@ CASES = [
     Case("phrase", PHRASED, PHRASED, NEVER | FREE | LONG, "natural", steps=2),
     Case("phrase", PHRASED, f"It is.{AFTER}", ALWAYS),
     Case("phrase", "It is 5.<|end|>", "It is 5.<|end|>", NEVER, "natural", "It is 5."),
+    # A stop string ends the answer, and cuts no thinking: what the model wrote on is "No".
+    *(
+        Case(kind, f"{text}No", text, how | STRINGS, reason, never="No")
+        for kind, text, how, reason in (
+            ("calls", "I.\n\nSo.</think>\n\nIt.\n\n", NEVER | FREE, "natural"),
+            ("calls", "I.\n\n</think>\n\nIt.\n\n", ALWAYS | FREE, "policy"),
+            ("textual", "I.\n\n</reason>\n\nIt.\n\n", NEVER | FREE, "natural"),
+            ("harmony", REPLIED, NEVER | FREE | {"prefill": ANALYSIS}, "natural"),
+            ("calls", "It.\n\n", NEVER | FREE | {"prefill": "</think>"}, "natural"),
+            ("plain", "It.\n\n", NEVER, "length"),  # whose reply is what it thinks in
+        )
+    ),
+    Case("calls", "I.\n\n", "I.\n\n</think>\n\n\\boxed{", ALWAYS | STRINGS),
 ]
 
 
@@ -222,42 +229,6 @@ def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
         assert record.thinking_tokens == len(tokens(model, case.thought))
     if case.steps is not None:
         assert len(record.step_ends) == case.steps
-
-
-def test_a_sentence_before_the_closing(models: Models) -> None:
-    model, soft = models("calls"), "I have what I need, so:"
-    plain, before = write(model, "First.\n\nThen.", **ALWAYS)
-    text, record = write(model, "First.\n\nThen.", wind_down=soft, **ALWAYS)
-    assert plain.startswith("First.\n\n</think>\n\n\\boxed{")
-    assert text.startswith(f"First.\n\n{soft}</think>\n\n\\boxed{{")
-    # What is forced is no thinking of the model's; the answer behind it is another one.
-    told = [replace(one, answer_tokens=0, rethinks=0) for one in (record, before)]
-    assert told[0] == told[1]
-    with pytest.raises(ValueError, match="with the markers '</think>'"):
-        write(model, "First.", wind_down="So: </think>", **ALWAYS)
-    fmt = FORMS["softly"]
-    assert ReasoningFormat.from_dict(fmt.to_dict()) == fmt
-    assert "wind_down" not in replace(fmt, wind_down="").to_dict()
-
-
-REPLIED = f"I.\n\n{ROLE}{FINAL}It.\n\n"
-CUT: list[tuple[str, str, dict[str, Any], str]] = [  # what the model wrote on: "No"
-    ("calls", "I.\n\nSo.</think>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\nSo.</think>\n\nIt.\n\n"),
-    ("calls", "I.\n\n", ALWAYS, "I.\n\n</think>\n\n\\boxed{"),
-    ("textual", "I.\n\n</reason>\n\nIt.\n\nNo", NEVER | FREE, "I.\n\n</reason>\n\nIt.\n\n"),
-    ("harmony", f"{REPLIED}No", NEVER | FREE | {"prefill": ANALYSIS}, REPLIED),
-    ("calls", "It.\n\nNo", NEVER | FREE | {"prefill": "</think>"}, "It.\n\n"),
-    ("plain", "It.\n\nNo", NEVER, "It.\n\n"),  # whose reply is what it thinks in
-]
-
-
-@pytest.mark.parametrize(("kind", "script", "how", "wanted"), CUT)
-def test_stop_strings_cut_no_thinking(
-    models: Models, kind: str, script: str, how: dict[str, Any], wanted: str
-) -> None:
-    asked = how | {"max_answer_tokens": 40}
-    text, _ = write(models(kind), script, stop_strings=["\n\n"], **asked)
-    assert text.startswith(wanted) if how is ALWAYS else text == wanted
 
 
 @pytest.mark.parametrize("forms", [1, 2, 3])

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, follow, guess, prepare
+from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, guess, prepare
+
+from .test_formats_generate import ANALYSIS, TEXTUAL
 
 Chat = list[dict[str, Any]]
-Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
+QUOTING: Chat = [{"role": "user", "content": "<reason>2 + 3?</reason>"}]
 
 
 class Family:
@@ -29,99 +32,131 @@ class Family:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def prompt(self, chat: Chat, **template: Any) -> list[int]:
-        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **template}
+    def prompt(self, chat: Chat, opened: bool = True, **template: Any) -> list[int]:
+        options: dict[str, Any] = {"add_generation_prompt": opened, "tokenize": False, **template}
         return self.ids(str(self.tokenizer.apply_chat_template(chat, **options)))
 
+    def continued(self, content: str) -> list[int]:
+        """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
+        chat = [*ASK, {"role": "assistant", "content": content}]
+        return self.prompt(chat, opened=False, continue_final_message=True)
+
+
+Families = Callable[[str], Family]
+
+
+GLM = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think></think>\\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+UNOPENED = (  # no opening of the model's turn: the thinking is found behind its `think_start`
+    "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' else "
+    "'[MODEL]' + m.content + eos_token }}{% endfor %}"
+)
+OPENED = UNOPENED + "{% if add_generation_prompt %}[MODEL]{% endif %}"
+CUSTOM = {
+    "name": "magistral-like",
+    "user_instruction": "Box it.",
+    "think_start": "[THINK]",
+    "think_end": "[/THINK]",
+    "closing": "[/THINK]Answer: ",
+    "box_prefix": "$\\boxed{",
+}
+
 
 @pytest.fixture(scope="module")
-def r1(real_r1: Compiled) -> Family:
-    return Family(*real_r1)
+def families(
+    request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path
+) -> Families:
+    """By name: a real tokenizer's, or of a small one with a known template or one of these."""
 
-
-@pytest.fixture(scope="module")
-def harmony(real_harmony: Compiled) -> Family:
-    return Family(*real_harmony)
-
-
-@pytest.fixture(scope="module")
-def chatml(tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path) -> Callable[[str], Family]:
-    """Makes a small tokenizer with ChatML's markers and a template of `tokenizers/templates`."""
-
+    @cache
     def make(name: str) -> Family:
-        tokenizer = copy.deepcopy(tiny_tokenizer)
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-        tokenizer.eos_token = "<|im_end|>"
-        folder = shared_dir / "data" / "tokenizers" / "templates"
-        tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
-        return Family(tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer))
+        if name.startswith("real_"):
+            return Family(*request.getfixturevalue(name))
+        tokenizer, form = copy.deepcopy(tiny_tokenizer), None
+        if name == "textual":
+            form, given = TEXTUAL, str(tokenizer.chat_template).replace("<think>", "<reason>")
+        elif name in ("opened", "unopened"):
+            tokenizer.add_tokens(["[THINK]", "[/THINK]", "[MODEL]", "[USER]"])
+            form = ReasoningFormat.from_dict(CUSTOM)
+            given = OPENED if name == "opened" else UNOPENED
+        else:
+            tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+            tokenizer.eos_token = "<|im_end|>"
+            folder = shared_dir / "data" / "tokenizers" / "templates"
+            given = GLM if name == "glm" else (folder / f"{name}.jinja").read_text("utf-8")
+        tokenizer.chat_template = given
+        return Family(tokenizer, TokenFormat.compile(form or guess(tokenizer), tokenizer))
 
     return make
 
 
-@pytest.fixture(scope="module")
-def qwen3(chatml: Callable[[str], Family]) -> Family:
-    return chatml("qwen3")
-
-
-@pytest.fixture(scope="module")
-def qwq(chatml: Callable[[str], Family]) -> Family:
-    return chatml("qwq-32b")
-
-
 @pytest.fixture
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.getfixturevalue(request.param)
-    return found
+def family(request: pytest.FixtureRequest, families: Families) -> Family:
+    return families(request.param)
 
 
-ANALYSIS = "<|channel|>analysis<|message|>"
-EVERY = pytest.mark.parametrize("family", ["r1", "harmony", "qwen3", "qwq"], indirect=True)
+@pytest.fixture(scope="module")
+def r1(families: Families) -> Family:
+    return families("real_r1")
 
 
-def test_guess_tells_the_families_apart(
-    r1: Family, harmony: Family, qwen3: Family, qwq: Family
-) -> None:
-    found = [one.fmt.format for one in (r1, harmony, qwen3, qwq)]
+@pytest.fixture(scope="module")
+def harmony(families: Families) -> Family:
+    return families("real_harmony")
+
+
+@pytest.fixture(scope="module")
+def qwen3(families: Families) -> Family:
+    return families("qwen3")
+
+
+NAMES = ["real_r1", "real_harmony", "qwen3", "qwq-32b"]
+EVERY = pytest.mark.parametrize("family", NAMES, indirect=True)
+
+
+def test_guess_tells_the_families_apart(families: Families) -> None:
+    found = [families(name).fmt.format for name in NAMES]
     assert found == [DEEPSEEK_R1, HARMONY, QWEN3, DEEPSEEK_R1]
 
 
 @EVERY
 @pytest.mark.parametrize(
-    "before",
+    "chat",
     [
-        [],
-        [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}],
-        [{"role": "system", "content": "S"}, *ASK, {"role": "assistant", "content": "5.\n\nYes."}],
-        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.\n\nDone."}],
+        ASK,
+        [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}, *ASK],
+        [
+            {"role": "system", "content": "S"},
+            *ASK,
+            {"role": "assistant", "content": "5.\n\nYes."},
+            *ASK,
+        ],
+        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5."}, *ASK],
         [
             {"role": "user", "content": "Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>"},
             {"role": "assistant", "content": "What is </think>\n\nfor?"},
+            *ASK,
         ],
+        *(
+            [{"role": "user", "content": quoted}]
+            for quoted in (
+                "What do <think> and </think>\n\n mean?",
+                "I got </think>\n\n\\boxed{4} back.",
+                "It said <|channel|>final<|message|>4, and <|end|>.",
+                "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
+            )
+        ),
     ],
 )
-def test_thinking_begins_at_the_prompts_end(family: Family, before: Chat) -> None:
-    prompt = family.prompt([*before, *ASK])
-    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    assert not family.fmt.thinking_span(prompt).closed
-
-
-QUOTES = [
-    "What do <think> and </think>\n\n mean?",
-    "I got </think>\n\n\\boxed{4} back.",
-    "It said <|channel|>final<|message|>4, and <|end|>.",
-    "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
-]
-
-
-@EVERY
-@pytest.mark.parametrize("quote", QUOTES)
-def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
-    prompt = family.prompt([{"role": "user", "content": quote}])
-    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+def test_thinking_begins_at_the_prompts_end(family: Family, chat: Chat) -> None:
+    """Markers of other turns, and those that a user quotes, are no thinking."""
+    prompt = family.prompt(chat)
     trace = family.ids("First.\n\nThen")
-    span = family.fmt.thinking_span([*prompt, *trace])
-    assert span == (len(prompt), len(prompt) + len(trace), False)
+    for whole in (prompt, [*prompt, *trace]):
+        assert family.fmt.thinking_span(whole) == (len(prompt), len(whole), False)
 
 
 @EVERY
@@ -138,7 +173,7 @@ def test_whole_text(family: Family) -> None:
     # The model gave up without a closing.
     assert fmt.thinking_span([*prompt, *trace, *fmt.eos_ids]) == closed
     # The next user's turn, with no turn of the model opened after it.
-    later = [*whole, *family.prompt(ASK, add_generation_prompt=False)]
+    later = [*whole, *family.prompt(ASK, opened=False)]
     assert fmt.thinking_span(later) == (len(later), len(later), False)
     # Known prompt length.
     assert fmt.thinking_span(whole, start=len(prompt)) == closed
@@ -148,166 +183,94 @@ def test_whole_text(family: Family) -> None:
     assert fmt.thinking_span([*padded, *prompt]) == (len(prompt) + 3, len(prompt) + 3, False)
 
 
-def test_prompts_without_the_chat_template(r1: Family) -> None:
-    fmt = r1.fmt
-    trace = r1.ids("First.\n\nThen")
-    for prompt in ("What is 2 + 3?\n<think>\n", "Q: 1\n<think>a</think> 1\nQ: 2\n<think>\n"):
-        ids = r1.ids(prompt)
-        assert fmt.thinking_span([*ids, *trace]) == (len(ids) - 1, len(ids) + len(trace), False)
-    closed = r1.ids("What is 2 + 3? <think>\nFive.</think>\n\nIt is")
-    assert fmt.thinking_span(closed)[2]
-    assert fmt.thinking_span(r1.ids("What is 2 + 3?</think>\n\nIt")).closed
-    bare = r1.ids("What is 2 + 3?")
-    assert fmt.thinking_span(bare) == (len(bare), len(bare), False)
-    # <think> and a blank line in one token: the template's line break is not there to be skipped.
-    merged = [*r1.prompt(ASK)[:-1], *r1.ids("\n\n"), *trace]
-    begin = len(r1.prompt(ASK)) - 1
-    assert fmt.thinking_span(merged) == (begin, len(merged), False)
-
-
-def test_qwen3_without_thinking(qwen3: Family) -> None:
-    fmt = qwen3.fmt
-    closed = qwen3.prompt(ASK, enable_thinking=False)
-    assert fmt.thinking_span(closed).closed
-    assert fmt.thinking_span(closed)[2]
-    assert qwen3.tokenizer.decode(closed[fmt.thinking_span(closed).start :]) == (
-        "<think>\n\n</think>\n\n"
-    )
-    opened = qwen3.prompt(ASK, enable_thinking=True)
-    # The model writes <think> by itself, and it counts as thinking, but is no step.
-    trace = qwen3.ids("<think>\n\nFirst.\n\nThen")
-    span = fmt.thinking_span([*opened, *trace])
-    assert span == (len(opened), len(opened) + len(trace), False)
-    assert [qwen3.tokenizer.decode(trace[:end]) for end in fmt.step_ends(trace)] == [
-        "<think>\n\nFirst.\n\n",
-        "<think>\n\nFirst.\n\nThen",
-    ]
-
-
-def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    tools = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
-    chat: Chat = [
-        *ASK,
-        {"role": "assistant", "thinking": "Use\n\nit.", "tool_calls": [call]},
-        {"role": "tool", "content": "5"},
-    ]
-    prompt = harmony.prompt(chat, tools=tools)
-    text = str(harmony.tokenizer.decode(prompt))
-    assert "analysis<|message|>Use\n\nit.<|end|>" in text
-    assert text.endswith("<|end|><|start|>assistant")
-    assert harmony.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    trace = harmony.ids(f"{ANALYSIS}So 5.")
-    whole = [*prompt, *trace, *harmony.fmt.closing_ids]
-    assert harmony.fmt.thinking_span(whole) == (len(prompt), len(prompt) + len(trace), True)
-
-
-def test_harmony_turns_stay_apart(harmony: Family) -> None:
-    fmt = harmony.fmt
-    chat: Chat = [*ASK, {"role": "assistant", "content": "5.\n\nYes.", "thinking": "hm\n\nhm"}]
-    assert harmony.tokenizer.decode(list(fmt.answer_end_ids)) == "<|end|>"
-    trained = harmony.prompt(chat, add_generation_prompt=False)
-    span = fmt.thinking_span(trained)
-    assert harmony.tokenizer.decode(trained[span.start : span.end]) == f"{ANALYSIS}hm\n\nhm"
-    assert span.closed
-    # The user's message is last: the model has not begun.
-    open_chat = harmony.prompt([*chat, *ASK], add_generation_prompt=False)
-    assert fmt.thinking_span(open_chat) == (len(open_chat), len(open_chat), False)
-    # The model speaks twice: the first message's answer is not this turn's.
-    twice = harmony.prompt(chat[:1] + [{"role": "assistant", "content": "5."}] * 2)
-    assert fmt.thinking_span(twice) == (len(twice), len(twice), False)
-
-
-CUSTOM = {
-    "name": "magistral-like",
-    "user_instruction": "Box it.",
-    "think_start": "[THINK]",
-    "think_end": "[/THINK]",
-    "closing": "[/THINK]Answer: ",
-    "box_prefix": "$\\boxed{",
-}
-
-
-@pytest.mark.parametrize(
-    ("opening", "counted"),
-    [("{% if add_generation_prompt %}[MODEL]{% endif %}", True), ("", False)],
-)
-def test_custom_format_from_a_dictionary(
-    tiny_tokenizer: PreTrainedTokenizerBase, opening: str, counted: bool
-) -> None:
-    """With no opening of the model's turn, the thinking is found behind its `think_start`."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.add_tokens(["[THINK]", "[/THINK]", "[MODEL]", "[USER]"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' else "
-        "'[MODEL]' + m.content + eos_token }}{% endfor %}" + opening
-    )
-    fmt = TokenFormat.compile(ReasoningFormat.from_dict(CUSTOM), tokenizer)
-    assert tokenizer.decode(fmt.forced_suffix()) == "[/THINK]Answer: $\\boxed{"
-    assert tokenizer.decode(list(fmt.reentry_ids)) == "[THINK]"
-    assert fmt.channels is None
-    custom = Family(tokenizer, fmt)
-    earlier = {"role": "assistant", "content": "[THINK]1\n\n2[/THINK]Answer: 5"}
-    prompt = custom.prompt([*ASK, earlier, *ASK])
-    assert fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    trace = custom.ids("[THINK]One.\n\nTwo.")
-    begin = len(prompt) if counted else len(prompt) + 1
-    span = fmt.thinking_span([*prompt, *trace, *fmt.closing_ids])
-    assert span == (begin, len(prompt) + len(trace), True)
-    assert len(fmt.step_ends(trace)) == 2
-
-
-def continued(family: Family, content: str) -> list[int]:
-    """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
-    return family.prompt(
-        [*ASK, {"role": "assistant", "content": content}],
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-
-
-def test_a_prefilled_reply_is_no_thinking(r1: Family, qwen3: Family, harmony: Family) -> None:
-    """R1's template opens the thinking in each turn: a reply that begins without has none."""
-    for family in (r1, qwen3, harmony):
-        ids = continued(family, "So\n\nit is")
-        assert family.fmt.thinking_span(ids).closed
-        assert follow(family.fmt, ids, family.ids("\n\n5.")).ended
-        assert family.fmt.thinking_span([*ids, *family.ids("</think>\n\n5.")]).closed
-    begins = len(r1.prompt(ASK)) - len(r1.fmt.opening_ids)
-    assert r1.fmt.thinking_span(continued(r1, "So it is")) == (begins, begins, True)
-    raw = r1.prompt(ASK)
-    assert not r1.fmt.thinking_span(raw[:-2]).closed  # nothing written yet: the model opens it
-    assert not r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\n")]).closed
-    assert r1.fmt.thinking_span([*raw[:-2], *r1.ids("\n\nIt is")]).closed
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+CALLED: Chat = [
+    *ASK,
+    {"role": "assistant", "thinking": "Use\n\nit.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5"},
+]
+SAID = {"role": "assistant", "content": "5.", "thinking": "hm\n\nhm"}
+EARLIER = {"role": "assistant", "content": "[THINK]1\n\n2[/THINK]Answer: 5"}
+THOUGHT, EMPTY = "[THINK]1.\n\n2.[/THINK]A", ("<think>\n\n", "</think>\n\n")
+PARTIAL, OVER = "<think>\nFirst.\n\nThen", "<think>\nFirst.\n\nThen</think>\n\nSo"
+END_OF_R1 = "<｜end▁of▁sentence｜>"
+# Of a family's ids: what is thought, what stands behind it, whether it is closed.
+SPANS: list[tuple[str, Callable[[Family], list[int]], tuple[str, str, bool]]] = [
+    # Without the chat template.
+    ("real_r1", lambda f: f.ids("2?\n<think>\nFirst.\n\nThen"), ("\nFirst.\n\nThen", "", False)),
+    ("real_r1", lambda f: f.ids("1\n<think>a</think> 1\n2\n<think>\nOne"), ("\nOne", "", False)),
+    ("real_r1", lambda f: f.ids("2? <think>\n5.</think>\n\nIt"), ("\n5.", "</think>\n\nIt", True)),
+    ("real_r1", lambda f: f.ids("2?</think>\n\nIt"), ("", "</think>\n\nIt", True)),
+    ("real_r1", lambda f: f.ids("What is 2 + 3?"), ("", "", False)),
+    # The template's line break, and a blank line in its place.
+    ("real_r1", lambda f: f.prompt(ASK)[:-1] + f.ids("\n\nOne."), ("\n\nOne.", "", False)),
+    ("qwen3", lambda f: f.prompt(ASK, enable_thinking=False), (*EMPTY, True)),
+    # The model writes <think> by itself, and it counts as thinking.
+    ("qwen3", lambda f: f.prompt(ASK) + f.ids(PARTIAL), (PARTIAL, "", False)),
+    ("real_harmony", lambda f: f.prompt(CALLED, tools=TOOLS), ("", "", False)),
+    (
+        "real_harmony",
+        lambda f: f.prompt(CALLED, tools=TOOLS) + f.ids(f"{ANALYSIS}So.{HARMONY.closing}"),
+        (f"{ANALYSIS}So.", HARMONY.closing, True),
+    ),
+    (
+        "real_harmony",
+        lambda f: f.prompt([*ASK, SAID], opened=False),
+        (f"{ANALYSIS}hm\n\nhm", f"{HARMONY.closing}5.<|return|>", True),
+    ),
+    # The user's message is last: the model has not begun. It spoke twice: neither is this turn's.
+    ("real_harmony", lambda f: f.prompt([*ASK, SAID, *ASK], False), ("", "", False)),
+    ("real_harmony", lambda f: f.prompt([*ASK, SAID, SAID]), ("", "", False)),
+    # R1's template opens the thinking in each turn: a reply that begins without has none.
+    ("real_r1", lambda f: f.continued("So\n\nit is"), ("", "So\n\nit is", True)),
+    ("qwen3", lambda f: f.continued("So"), (EMPTY[0], f"{EMPTY[1]}So", True)),
+    ("real_harmony", lambda f: f.continued("So"), ("", "<|channel|>final<|message|>So", True)),
+    ("real_r1", lambda f: f.continued("So") + f.ids("</think>\n"), ("", "So</think>\n", True)),
+    ("real_r1", lambda f: f.prompt(ASK)[:-2], ("", "", False)),  # nothing yet: the model opens it
+    ("real_r1", lambda f: f.prompt(ASK)[:-2] + f.ids("\n\n"), ("\n\n", "", False)),
+    ("real_r1", lambda f: f.prompt(ASK)[:-2] + f.ids("\n\nIt is"), ("", "\n\nIt is", True)),
     # A turn in a trained chat, whose thinking the template has dropped.
-    assert r1.fmt.thinking_span([*continued(r1, "It is 5."), *r1.fmt.eos_ids]).closed
+    ("real_r1", lambda f: f.continued("So") + f.ids(END_OF_R1), ("", f"So{END_OF_R1}", True)),
+    # Templates write an empty thinking before a last reply; the client's own stands behind it.
+    ("qwen3", lambda f: f.continued(PARTIAL), (f"\n\n{PARTIAL}", "", False)),
+    ("qwen3", lambda f: f.continued("A <think>"), (EMPTY[0], f"{EMPTY[1]}A <think>", True)),
+    ("glm", lambda f: f.continued(PARTIAL), (f"\n{PARTIAL}", "", False)),
+    ("glm", lambda f: f.continued(OVER), (f"\n{PARTIAL}", "</think>\n\nSo", True)),
+    ("glm", lambda f: f.continued("A <think>"), ("<think>", "</think>\nA <think>", True)),
+    ("opened", lambda f: f.prompt([*ASK, EARLIER, *ASK]), ("", "", False)),
+    ("unopened", lambda f: f.prompt([*ASK, EARLIER, *ASK]), ("", "", False)),
+    ("opened", lambda f: f.prompt(ASK) + f.ids(THOUGHT), ("[THINK]1.\n\n2.", "[/THINK]A", True)),
+    ("unopened", lambda f: f.prompt(ASK) + f.ids(THOUGHT), ("1.\n\n2.", "[/THINK]A", True)),
+    # Markers of several tokens.
+    ("textual", lambda f: f.prompt(QUOTING), ("", "", False)),
+    ("textual", lambda f: f.prompt(QUOTING) + f.ids("First.\n\nSo"), ("First.\n\nSo", "", False)),
+    (
+        "textual",
+        lambda f: f.prompt(QUOTING) + f.ids("First.</reason>\n\nIt"),
+        ("First.", "</reason>\n\nIt", True),
+    ),
+    ("textual", lambda f: f.ids("Some text <reason>\nFirst"), ("\nFirst", "", False)),
+    ("textual", lambda f: f.ids("First</reason>\n\nIt"), ("", "</reason>\n\nIt", True)),
+]
 
 
-GLM = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
-    "{{ '<think></think>\\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def test_a_partial_thinking_after_an_empty_closed_one_goes_on(
-    chatml: Callable[[str], Family],
+@pytest.mark.parametrize(("family", "made", "wanted"), SPANS, indirect=["family"])
+def test_what_is_thought_in_a_prompt(
+    family: Family, made: Callable[[Family], list[int]], wanted: tuple[str, str, bool]
 ) -> None:
-    """Templates write an empty thinking before a last reply; the client's own stands behind it."""
-    glm = chatml("qwen3")
-    glm.tokenizer.chat_template = GLM
-    for family in (chatml("qwen3"), Family(glm.tokenizer, glm.fmt)):
-        ids = continued(family, "<think>\nFirst.\n\nThen")
-        text = str(family.tokenizer.decode(ids))
-        assert text.count("<think>") == 2
-        span = family.fmt.thinking_span(ids)
-        assert not span.closed
-        assert str(family.tokenizer.decode(ids[span.start :])).lstrip("\n") == (
-            "<think>\nFirst.\n\nThen"
-        )
-        closed = continued(family, "<think>\nFirst.\n</think>\n\nSo")
-        assert family.fmt.thinking_span(closed).closed
-        assert family.fmt.thinking_span(continued(family, "The tag <think> opens it")).closed
+    ids = made(family)
+    start, end, closed = family.fmt.thinking_span(ids)
+    decode = family.tokenizer.decode
+    assert (decode(ids[start:end]), decode(ids[end:]), closed) == wanted
+    assert family.fmt.prompt_state(ids).ended == closed
+
+
+@pytest.mark.parametrize("family", ["opened"], indirect=True)
+def test_a_format_from_a_dictionary(family: Family) -> None:
+    assert family.tokenizer.decode(family.fmt.forced_suffix()) == "[/THINK]Answer: $\\boxed{"
+    assert family.tokenizer.decode(list(family.fmt.reentry_ids)) == "[THINK]"
+    assert family.fmt.channels is None
 
 
 def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: Family) -> None:
@@ -332,18 +295,9 @@ def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: 
     assert str(tokenizer.chat_template).count("set enable_thinking") == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", "{", '{"messages": 1}', '{"a b": 1}', '{"a": null}', '{"a": [1]}']
-)
-def test_arguments_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="template_args"):
-        dataclasses.replace(QWEN3, template_args=text)
-
-
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, name: str) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call], name: "I must add."}
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL], name: "I must add."}
     chat: Chat = [*ASK, turn, {"role": "tool", "name": "add", "content": "5"}]
     tokenizer = copy.deepcopy(harmony.tokenizer)
     prepare(HARMONY, tokenizer)

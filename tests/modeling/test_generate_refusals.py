@@ -1,6 +1,7 @@
 """What generate refuses with a stop policy, and in which words."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig, StopRecord
 from ospruner.demo.shipped import Reasoner
 from ospruner.rules import Agreement, Budget
 from ospruner.rules.live import fork_row, generate_with_rule
@@ -49,7 +50,7 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
     [
         ({"treshold": 0.5}, ValueError, r"stop_policy has no \['treshold'\]; its keys are .*rule"),
         ({"threshold": 1.5}, ValueError, r"threshold is 1.5; it must lie in \[0, 1\]"),
-        ({"threshold": float("nan")}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
+        ({"threshold": math.nan}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
         ({"threshold": True}, TypeError, "threshold is True; it must be a number"),
         ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
         ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
@@ -60,11 +61,14 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         ({"mask_reentry": 1}, TypeError, "mask_reentry is 1; it must be a bool"),
         ({"wind_down": 3}, TypeError, "wind_down is 3; it must be a str"),
         ({"rule": Agreement}, TypeError, "rule is .*; it must be a RuleLike"),
-        (
-            {"min_thinking_tokens": 9, "max_thinking_tokens": 5},
-            ValueError,
-            "max_thinking_tokens is 5, below min_thinking_tokens 9",
-        ),
+        *(({"price": one}, ValueError, r"must lie in \[0, inf\)") for one in (-1e-9, math.nan)),
+        ({"price": [1e-4, 1e-3]}, TypeError, "price is .*; it must be a number"),
+        ({"price": 2e-3}, ValueError, "price is 0.002, but the policy was trained for 0 alone"),
+        ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
+        ({"mode": "sample", "threshold": 0.5}, ValueError, "mode 'sample' draws and has none"),
+        ({"wind_down": "So: </think>"}, ValueError, "with the markers '</think>'"),
+        ({"max_loss": 0.1}, ValueError, r"max_loss is 0.1, but the policy promises \[\]: make"),
+        ({"min_thinking_tokens": 9, "max_thinking_tokens": 5}, ValueError, "5, below min_th.* 9;"),
         (1, TypeError, "stop_policy is 1; it must be True, False"),
         (Agreement, TypeError, "it must be True, False, a dict or a rule"),
     ],
@@ -88,10 +92,7 @@ def test_settings(
         ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other; it repl"),
         ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds and stop_policy exclude"),
         ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
-        (
-            {"no_repeat_ngram_size": 2},
-            "no_repeat_ngram_size and stop_policy exclude each other; wh",
-        ),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size and stop_policy exclude each other"),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size and stop_policy excl"),
         ({"forced_eos_token_id": 0}, "forced_eos_token_id and stop_policy exclude each other"),
         ({"length_penalty": 0.5}, r"price of a token is stop_policy=\{'price': \.\.\.\}"),
@@ -101,20 +102,18 @@ def test_settings(
     ],
 )
 def test_decoding(model: OSPrunerForCausalLM, arguments: dict[str, Any], message: str) -> None:
+    model.last_stop = [StopRecord()]  # of another call
     refused(model, ValueError, message, PROMPT, **arguments)
+    assert model.last_stop == []
 
 
-def test_a_filled_cache_and_an_assistant(model: OSPrunerForCausalLM) -> None:
+def test_a_filled_cache_an_assistant_and_options_in_a_config(model: OSPrunerForCausalLM) -> None:
     refused(model, ValueError, "not with assisted_generation", PROMPT, assistant_model=model.base)
     filled = StaticCache(config=model.base.config, max_cache_len=200)
     model.base(input_ids=PROMPT, past_key_values=filled, use_cache=True)
     refused(model, ValueError, "past_key_values holds tokens", PROMPT, past_key_values=filled)
-
-
-def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
-    config = GenerationConfig(num_beams=3, do_sample=False, max_new_tokens=5)
-    with pytest.raises(ValueError, match="not with beam_search"):
-        model.generate(PROMPT, stop_policy=True, generation_config=config)
+    config = GenerationConfig(num_beams=3, do_sample=False)
+    refused(model, ValueError, "not with beam_search", PROMPT, generation_config=config)
     assert config.num_beams == 3
 
 
@@ -131,11 +130,7 @@ def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
         (PROMPT, [[1] * 10], "attention_mask must be a tensor"),
         (PROMPT, torch.full(PROMPT.shape, 2.0), "1 for tokens and 0 for padding"),
         (PROMPT, torch.full(PROMPT.shape, torch.nan), "1 for tokens and 0 for padding"),
-        (
-            PROMPT.expand(2, 10),
-            torch.tensor([[1], [0]]).expand(2, 10),
-            r"the prompts of rows \[1\] are empty",
-        ),
+        (PROMPT.expand(2, 10), torch.eye(2)[:, :1].expand(2, 10), r"of rows \[1\] are empty"),
         (
             PROMPT.expand(3, 10),
             torch.tensor([[1] * 10, [0] * 2 + [1] * 8, [1] * 8 + [0] * 2]),
@@ -157,10 +152,7 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
         (torch.compile, "compiled by torch.compile"),
         (lambda base: base.compile(), "compiled by torch.compile"),
         (lambda base: base.model.layers[1].compile(), "compiled by torch.compile"),
-        (
-            lambda base: setattr(base, "forward", torch.compile(base.forward)),
-            "compiled by torch.compile",
-        ),
+        (lambda base: setattr(base, "forward", torch.compile(base.forward)), "compiled by torch."),
         (
             lambda base: setattr(base.generation_config, "eos_token_id", None),
             "the generation config has no eos_token_id",

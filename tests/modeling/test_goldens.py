@@ -27,11 +27,8 @@ from ..families import ORDINARY, let_write_paragraphs, make_base, padded_prompts
 GOLDENS = Path(__file__).with_name("goldens.json")
 RANGE = (1e-4, 1e-2)
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
-QUESTIONS = [
-    "What is 3 + 4 * 5?",
-    "Ann has 3 apples and buys 4 more. How many has she?",
-    "17 - 9",
-]
+HOW_MANY = "Ann has 3 apples and buys 4 more. How many has she?"
+QUESTIONS = ["What is 3 + 4 * 5?", HOW_MANY, "17 - 9"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Case:
     tuning: str = "queries"
     layers: int = 2
     priced: bool = False
-    stop_policy: Any = True
+    stop_policy: dict[str, Any] = field(default_factory=dict)  # with the seed 0
     arguments: dict[str, Any] = field(default_factory=dict)
     rows: int = 2
     natural: bool = False  # the base is biased to end its thinking itself
@@ -58,7 +55,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name} queries", name)
     bold = {"mode": "threshold", "threshold": 0.2}
     settings: dict[str, Any] = {
-        "plain draws": True,
+        "plain draws": {},
         "seed": {"seed": 11},
         "first index": {"first_sample_index": 5},
         "threshold": bold,
@@ -80,9 +77,8 @@ def cases() -> Iterator[Case]:
     yield Case("one row", "tiny", "layers", rows=1, stop_policy=bold)
     yield Case("five rows", "tiny", rows=5, arguments=SAMPLED)
     yield Case("natural ends", "tiny", natural=True, stop_policy={"threshold": 1.0})
-    yield Case(
-        "natural, free", "tiny", natural=True, stop_policy={"threshold": 1, "answer": "free"}
-    )
+    free = {"threshold": 1, "answer": "free"}
+    yield Case("natural, free", "tiny", natural=True, stop_policy=free)
     yield Case("natural, drawn", "tiny", "layers", natural=True, arguments=SAMPLED, rows=5)
     closed = "<|user|>3<|assistant|><think>\n3 + 4\n\n</think>\n"
     yield Case("closed prompt", "tiny", prompt=closed, rows=1)
@@ -111,13 +107,8 @@ def model_of(
         base = _make_tiny_base(tokenizer)
     else:
         base = make_base(base_name, tokenizer)
-    model: Any = untrained(
-        base,
-        tokenizer,
-        num_policy_layers=layers,
-        tuning=tuning,
-        price_range=RANGE if priced else None,
-    )
+    prices = RANGE if priced else None
+    model: Any = untrained(base, tokenizer, layers, tuning, price_range=prices)
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
             drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -133,50 +124,29 @@ def model_of(
     return model
 
 
-def run(case: Case, tiny_tokenizer: Any) -> dict[str, Any]:
-    """What a case gives: tokens and records."""
-    model = model_of(case.base, case.tuning, case.layers, case.priced, case.natural, tiny_tokenizer)
-    tokenizer = model.tokenizer
-    if case.base not in ("tiny", "reasoner"):
-        inputs: dict[str, Any] = padded_prompts(9)
-    elif case.prompt:
-        inputs = dict(tokenizer(case.prompt, return_tensors="pt", add_special_tokens=False))
-    else:
-        inputs = chat_batch(tokenizer, [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)])
-    inputs.pop("token_type_ids", None)
-    arguments = {"max_new_tokens": 60, "do_sample": False, **case.arguments}
-    if case.base == "reasoner":
-        arguments["max_new_tokens"] = 120
-    said = {} if case.stop_policy is True else case.stop_policy
-    if isinstance(said, dict):  # without a seed each call draws anew; it was 0
-        said = {"seed": 0, **said}
-    torch.manual_seed(5)
-    output = model.generate(**inputs, **arguments, stop_policy=said)
-    width = inputs["input_ids"].shape[1]
-    return {
-        "tokens": output[:, width:].tolist(),
-        "records": [
-            {
-                "reason": record.reason,
-                "thinking_tokens": record.thinking_tokens,
-                "step_ends": record.step_ends,
-                "probabilities": [round(one, 4) for one in record.probabilities],
-                "prices": [float(f"{one:.3g}") for one in record.prices],
-            }
-            for record in model.last_stop
-        ],
-    }
-
-
 FOUND = json.loads(GOLDENS.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_tokens_and_records(case: Case, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    wanted, found = FOUND[case.name], run(case, tiny_tokenizer)
-    assert found["tokens"] == wanted["tokens"]
-    for one, other in zip(found["records"], wanted["records"], strict=True):
-        for name in ("probabilities", "prices"):
-            measured = pytest.approx(other.pop(name), rel=1e-3, abs=2e-4, nan_ok=True)
-            assert one.pop(name) == measured
-        assert one == other
+    model = model_of(case.base, case.tuning, case.layers, case.priced, case.natural, tiny_tokenizer)
+    if case.base not in ("tiny", "reasoner"):
+        inputs: dict[str, Any] = padded_prompts(9)
+    elif case.prompt:
+        how = {"return_tensors": "pt", "add_special_tokens": False}
+        inputs = {"input_ids": model.tokenizer(case.prompt, **how)["input_ids"]}
+    else:
+        asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)]
+        inputs = chat_batch(model.tokenizer, asked)
+        inputs.pop("token_type_ids", None)
+    most = 120 if case.base == "reasoner" else 60
+    arguments = {"max_new_tokens": most, "do_sample": False, **case.arguments}
+    torch.manual_seed(5)
+    output = model.generate(**inputs, **arguments, stop_policy={"seed": 0, **case.stop_policy})
+    wanted = FOUND[case.name]
+    assert output[:, inputs["input_ids"].shape[1] :].tolist() == wanted["tokens"]
+    for record, known in zip(model.last_stop, wanted["records"], strict=True):
+        for name in ("probabilities", "prices"):  # as they were rounded
+            measured = pytest.approx(known.pop(name), rel=1e-3, abs=2e-4, nan_ok=True)
+            assert vars(record)[name] == measured
+        assert {name: vars(record)[name] for name in known} == known

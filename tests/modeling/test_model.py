@@ -12,12 +12,14 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import reading, stop_logits, stop_probabilities
-from ospruner.train.untrained import untrained
+
+from ..broken_tensors import drop, edit
+from ..chats import chat_ids
+from .test_loading import save_policy
 
 MOST_LINES = 3_000
 Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
-PROMPT = [5, 6, 7, 8]
-TEXT = [*PROMPT, *range(9, 60)]
+TEXT = [5, 6, 7, 8, *range(9, 60)]
 
 
 @pytest.fixture(params=[0, 2])
@@ -28,15 +30,8 @@ def saved(
     tmp_path: Path,
 ) -> Saved:
     """A policy that differs from its base, and the folder in which it is saved."""
-    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = untrained(base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers")
-    model.config.price = 5e-4
-    with torch.no_grad():
-        for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    folder = tmp_path / "policy"
-    model.save_pretrained(folder)
-    return model, folder
+    base, folder = Qwen2ForCausalLM.from_pretrained(tiny_base_dir), tmp_path / "policy"
+    return save_policy(base, tiny_tokenizer, folder, 50, num_policy_layers=request.param), folder
 
 
 EXPECTED_FILES = {*FLAT_FILES, "config.json", "model.safetensors", "tokenizer.json"}
@@ -52,7 +47,8 @@ def test_the_uploaded_code_stays_small() -> None:
 
 def test_saves_the_policy_alone(saved: Saved, tmp_path: Path) -> None:
     model, folder = saved
-    model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())  # which is filtered
+    more: Any = {"state_dict": model.state_dict(), "max_shard_size": "1KB"}  # of another's wishes
+    model.save_pretrained(tmp_path / "again", **more)
     for one in (folder, tmp_path / "again"):
         tensors = load_file(one / "model.safetensors")
         assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
@@ -78,10 +74,6 @@ def test_round_trip(saved: Saved) -> None:
         stop_probabilities(loaded, TEXT, prompt_length=4),
         stop_probabilities(model, TEXT, prompt_length=4),
     )
-    ids = torch.tensor([PROMPT])
-    for stop_policy in (False, True):
-        one = model.generate(ids, max_new_tokens=30, stop_policy=stop_policy)
-        assert torch.equal(one, loaded.generate(ids, max_new_tokens=30, stop_policy=stop_policy))
     assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
     assert not loaded.policy.training
 
@@ -90,7 +82,8 @@ def test_loads_on_a_shared_base_in_another_dtype_and_by_another_attention(saved:
     model, folder = saved
     assert OSPrunerForCausalLM.from_base(model.base, folder).base is model.base
     half = OSPrunerForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert half.base.dtype == torch.bfloat16
+    for one in filter(None, (half.base, half.policy.tail)):  # rounded, and still the same base
+        assert one.dtype == torch.bfloat16
     assert half.policy.head.weight.dtype == torch.float32
     eager = OSPrunerForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for one in filter(None, (eager.base, eager.policy.tail)):
@@ -105,15 +98,10 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
     saved: Saved, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
     model, folder = saved
-    other = tmp_path / "other"
-    shutil.copytree(tiny_base_dir, other)
-    (other / "model.safetensors").unlink()  # reading weights would fail otherwise
-    config = json.loads((other / "config.json").read_text())
-    config.update(hidden_size=64, num_hidden_layers=5, layer_types=["full_attention"] * 5)
-    (other / "config.json").write_text(json.dumps(config))
-    policy = json.loads((folder / "config.json").read_text())
-    policy["base_model_name_or_path"] = str(other)
-    (folder / "config.json").write_text(json.dumps(policy))
+    other = shutil.copytree(tiny_base_dir, tmp_path / "other")
+    drop("model.safetensors")(other)  # reading weights would fail otherwise
+    edit(hidden_size=64, num_hidden_layers=5, layer_types=["full_attention"] * 5)(other)
+    edit(base_model_name_or_path=str(other))(folder)
     message = (
         "does not match the policy: it has hidden_size 64 where the policy needs 32; "
         "num_hidden_layers 5 where the policy needs 4"
@@ -122,6 +110,9 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
         AutoModelForCausalLM.from_pretrained(folder)
     model.base.config.vocab_size = 999
     with pytest.raises(ValueError, match=r"vocab_size 999 where the policy needs \d+"):
+        OSPrunerForCausalLM.from_base(model.base, folder)
+    edit(text_config=None)(folder)
+    with pytest.raises(ValueError, match="hidden_size 32 where the policy needs None"):
         OSPrunerForCausalLM.from_base(model.base, folder)
 
 
@@ -187,30 +178,21 @@ def test_given_texts_are_scored_at_their_step_ends(
 ) -> None:
     """Alone and as rows of a batch, and whole chats whose thinking is found."""
     model, _ = saved
-    template: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-    prompt = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], **template)
-    traces = [
-        tiny_tokenizer.encode(text, add_special_tokens=False)
-        for text in ("So 3 + 4 = 7.\n\nWait, 7 - 4 = 3.\n\nThe answer", "Ann has 3.\n\n")
-    ]
-    alone = []
-    for trace in traces:
-        ends = model.token_format.step_ends(trace)
-        logits = stop_logits(model, torch.tensor([[*prompt, *trace]]))[0]
-        wanted = torch.sigmoid(logits[[len(prompt) + end - 1 for end in ends]])
-        given = stop_probabilities(model, [*prompt, *trace], prompt_length=len(prompt))
-        torch.testing.assert_close(given, wanted)
-        answered = torch.tensor([*prompt, *trace, model.token_format.think_end_id, 9, 9])
-        torch.testing.assert_close(stop_probabilities(model, answered), wanted, rtol=0, atol=1e-5)
-        alone.append(wanted)
-    assert [len(one) for one in alone] == [3, 1]
-    texts = [[*prompt, *trace] for trace in traces]
-    closing = model.token_format.think_end_id
+    prompt = chat_ids(tiny_tokenizer, "3 + 4?")
+    traces = "So 3 + 4 = 7.\n\nWait, 7 - 4 = 3.\n\nThe answer", "Ann has 3.\n\n"
+    texts = [[*prompt, *tiny_tokenizer.encode(one, add_special_tokens=False)] for one in traces]
+    begin, closing = len(prompt), model.token_format.think_end_id
     rows = [text + [closing] * (1 + max(map(len, texts)) - len(text)) for text in texts]
-    found = stop_probabilities(model, torch.tensor(rows))
-    torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
-    assert found[1, 1:].isnan().all()
+    batch = stop_probabilities(model, torch.tensor(rows))
+    assert batch.isnan().tolist() == [[False, False, False], [False, True, True]]
+    for text, row in zip(texts, batch, strict=True):
+        ends = [begin + end for end in model.token_format.step_ends(text[begin:])]
+        wanted = torch.sigmoid(stop_logits(model, torch.tensor([text]))[0, torch.tensor(ends) - 1])
+        given = stop_probabilities(model, text, prompt_length=begin)
+        torch.testing.assert_close(given, wanted)
+        answered = stop_probabilities(model, [*text, closing, 9, 9])
+        for found in (answered, row[: len(ends)]):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +204,7 @@ def test_given_texts_are_scored_at_their_step_ends(
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    ids: Any,
-    length: Any,
-    message: str,
+    saved: Saved, ids: Any, length: Any, message: str
 ) -> None:
-    model = untrained(tiny_base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=message):
-        stop_probabilities(model, torch.tensor(ids), prompt_length=length)
+        stop_probabilities(saved[0], torch.tensor(ids), prompt_length=length)

@@ -104,10 +104,16 @@ CACHES: dict[str, Any] = {
 
 
 def policy_on(
-    name: str, tokenizer: PreTrainedTokenizerFast, n: int = 3, **fields: Any
+    name: str,
+    tokenizer: PreTrainedTokenizerFast,
+    n: int = 3,
+    tuning: str = "queries",
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
 ) -> OSPrunerForCausalLM:
     """A policy whose weights are not the base's; the base ends a step every few tokens."""
-    model = random_policy(make_base(name, tokenizer, **fields), tokenizer, n, "queries")
+    base: Any = make_base(name, tokenizer)
+    model = random_policy(base.to(dtype), tokenizer, n, tuning, **fields)
     with torch.no_grad():
         for parameter in model.policy.layers.parameters():
             parameter.mul_(1.1)
@@ -119,20 +125,30 @@ def rows_of(count: int) -> dict[str, Any]:
     return {name: value.repeat(count // 2, 1) for name, value in padded_prompts(WIDTH).items()}
 
 
+WHOLE: list[tuple[int, Any]] = [(0, {}), (1, {}), (2, {}), (2, {"dtype": torch.bfloat16})]
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),  # full attention; windows of 8; those and sinks
-    [*(("qwen2", kind) for kind in CACHES), ("gemma3_text", "dynamic"), ("gpt_oss", "static")],
+    ("name", "kind", "n", "how"),  # full attention; windows of 8; those and sinks
+    [
+        *(("qwen2", kind, 3, {}) for kind in CACHES),
+        ("gemma3_text", "dynamic", 3, {}),
+        ("gpt_oss", "static", 3, {}),
+        *(("qwen2", "dynamic", n, how | {"tuning": "layers"}) for n, how in WHOLE),
+    ],
 )
 def test_on_every_cache_it_says_what_one_pass_over_the_text_says(
-    name: str, kind: str, tiny_tokenizer: PreTrainedTokenizerFast
+    name: str, kind: str, n: int, how: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    model = policy_on(name, tiny_tokenizer)
-    how: dict[str, Any] = {"cache": lambda: CACHES[kind](model.base.config), **SAMPLED}
-    said = check_one_pass(model, rows_of(6), 5e-2 if kind == "quantised" else 1e-5, **how)
-    assert sum(map(len, said)) > 20
+    model = policy_on(name, tiny_tokenizer, n, **how)
+    rounded = kind == "quantised" or "dtype" in how
+    given: dict[str, Any] = {"cache": lambda: CACHES[kind](model.base.config), **SAMPLED}
+    said = check_one_pass(model, rows_of(6), 5e-2 if rounded else 1e-5, **given)
+    assert len(said) > 20
+    assert max(said) - min(said) > 0.2
     if kind == "quantised":  # the rounded keys were those that it saw
         with pytest.raises(AssertionError):
-            check_one_pass(model, rows_of(6), 1e-6, **how)
+            check_one_pass(model, rows_of(6), 1e-6, **given)
 
 
 def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_policy(

@@ -59,7 +59,7 @@ def test_what_is_read_step_by_step_is_what_one_pass_gives(
     model = model_on(kind, tiny_tokenizer, positions)
     ids = tiny_tokenizer("<think>\n", return_tensors="pt").input_ids
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    [met] = check_one_pass(model, inputs, 1e-4, max_new_tokens=new_tokens)
+    met = check_one_pass(model, inputs, 1e-4, max_new_tokens=new_tokens)
     assert len(met) >= new_tokens // 8
     assert max(met) - min(met) > 0.1
 
