@@ -22,6 +22,7 @@ import pandas as pd
 
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, FULL, METHOD_NAMES, ORACLE
+from ospruner.eval.report.summary import ANSWERS
 from ospruner.eval.report.tables import MAIN, Column, Table
 from ospruner.eval.results import Estimate, Results, markdown_table, price_name, prices_of
 
@@ -113,6 +114,51 @@ def served(file: Content) -> str:
         ["share of time saved over share of tokens saved", ratio("time_saved_over_tokens_saved")],
     ]
     return markdown_table(["", ""], rows)
+
+
+def speed(*files: Content) -> str:
+    """What vLLM with a policy does over plain vLLM, at each number of streams."""
+
+    def ratio(file: Content, name: str) -> str:
+        low, high = file[f"{name}_interval"]
+        return f"{file[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+    columns = {"28 layers of width 512": "", "embedded reasoner (6 layers)": "_reasoner"}
+    rows = []
+    for file in files:
+        at = f"{file['streams']} streams: " if file["streams"] > 1 else "1 stream: "
+        for said, name in (
+            ("tokens/s over plain vLLM, policy never stops", "never_stop_ratio"),
+            ("time saved over tokens saved", "time_saved_over_tokens_saved"),
+        ):
+            rows.append([at + said, *(ratio(file, name + key) for key in columns.values())])
+        saved = [f"{100 * file[f'tokens_saved{key}']:.1f}" for key in columns.values()]
+        rows.append([f"{at}tokens saved by a budget, %", *saved])
+    return markdown_table(["a policy of queries only", *columns], rows)
+
+
+def latency(file: Content) -> str:
+    """What a server's clients wait, policy off and on, in ms."""
+    rows = []
+    for base, told in (("28 layers of width 256", "random"), ("embedded reasoner", "reasoner")):
+        for streams, arms in file[told].items():
+            for arm, said in (("off", "off"), ("never", "on, never stops"), ("on", "stops early")):
+                one = arms[arm]
+                times = [f"{one[f'{name}_p50_ms']:,.0f}" for name in ("ttft", "tpot", "e2el")]
+                rows.append([base, streams, said, *times, f"{one['generated_tokens']:,}"])
+    head = ["to the first token", "a further token", "whole request", "tokens in all"]
+    return markdown_table(["base", "streams", "policy", *head], rows)
+
+
+def after_cut(*files: Content) -> str:
+    """Answers after a stop and after the model's own end, where the model writes them freely."""
+    found = [Results.from_dict(file) for file in files]
+    frame = pd.concat([one.rules for one in found])
+    labels = [
+        f"{one.settings['model']}: {named(row)}" for one in found for _, row in one.rules.iterrows()
+    ]
+    columns = (*MAIN[:2], *ANSWERS, Column("all tokens saved %", "total_reduction", 100, 1))
+    return Table.of(frame, columns, labels, corner="").markdown()
 
 
 def bases(file: Content) -> str:
@@ -351,6 +397,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "real-growth": real_growth,
     "online": online,
     "served": served,
+    "speed": speed,
+    "latency": latency,
+    "after-cut": after_cut,
     "engines": engines,
     "bases": bases,
 }

@@ -334,7 +334,7 @@ def compare(
                 "label both with the same settings"
             )
     others = {one.asked: one.split for one in (Judged(each, base, **more) for each in beside)}
-    answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
+    made = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
     own, about = [use for use in uses.values() if use.config.method != "flashthink"], {}
     if own and ours.model.dtype != torch.float32:
         about["rounding"] = ours.rounding(own[0])
@@ -346,7 +346,7 @@ def compare(
         beside=others,
         variant=variant,
         prices=asked_prices,
-        settings=named | answer,
+        settings=named | made,
         replicates=replicates,
         about=about,
     )

@@ -100,7 +100,11 @@ def test_presets_are_pinned() -> None:
         "closing": "<|end|><|start|>assistant<|channel|>final<|message|>",
         "think_start": "<|channel|>analysis<|message|>",
     }
-    more = {"wind_down": "So:", "template_args": '{"thinking": true}', "step_tokens": 64}
+    more: dict[str, Any] = {
+        "wind_down": "So:",
+        "template_args": '{"thinking": true}',
+        "step_tokens": 64,
+    }
     further = replace(PLAIN, answer_phrase="The final answer is"), replace(QWEN3, **more)
     assert [one.to_dict() for one in further] == [
         PLAIN.to_dict() | {"answer_phrase": "The final answer is"},
