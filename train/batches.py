@@ -9,8 +9,6 @@ from torch.utils.data import Sampler
 
 from ospruner.eval.table import IntArray
 
-__all__ = ["EpochBatches", "length_batches", "micro_batches", "share_of"]
-
 _BUCKET_BATCHES = 16
 _FORWARD_TOKENS = 16_384
 

@@ -20,8 +20,6 @@ from ospruner.eval.table import TraceTable
 
 from .prices import chosen_prices
 
-__all__ = ["METHODS", "TUNINGS", "Stage", "StopConfig"]
-
 METHODS = ("os-pruner", "probe", "convergence", "final-answer", "flashthink")
 TUNINGS = ("queries", "layers")
 HEADS = ("price", "fixed")

@@ -16,8 +16,6 @@ from ospruner.eval.table import BoolArray, IntArray, TraceTable
 from .labels.loading import Labels
 from .objective import classifier_targets
 
-__all__ = ["held_out_split", "refuse_ungraded", "split_labels", "usable_rows"]
-
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose the price on."""
 MIN_TRACES = 8

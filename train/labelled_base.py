@@ -16,8 +16,6 @@ from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logp
 from .labels.labelling import Labeller, problem_of
 from .labels.loading import Labels
 
-__all__ = ["labelled_tokenizer", "load_labelled_base"]
-
 _COMPARED_TRACES = 4
 
 

@@ -19,8 +19,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ospruner.eval.table import IntArray
 
-__all__ = ["Packed", "pack", "takes_packing"]
-
 
 @dataclass(frozen=True)
 class Packed:

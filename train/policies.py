@@ -28,8 +28,6 @@ from .flashthink import Verifier
 from .predicting import Predicted
 from .untrained import untrained
 
-__all__ = ["SavedPolicy", "Trainable", "new_policy", "replayed", "save_policy", "warning_about"]
-
 Trainable = OSPrunerForCausalLM | Verifier
 
 BASELINE_THRESHOLD = 0.9

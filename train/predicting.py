@@ -12,15 +12,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from ospruner.eval.measured import Predicted
+from ospruner.eval.measured import Predicted as Predicted
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
 from .states import States
 from .tail import step_outputs
 from .traces import LabelledTraces
-
-__all__ = ["Predicted", "head_outputs", "predict_outputs"]
 
 
 def predict_outputs(

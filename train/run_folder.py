@@ -21,16 +21,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ospruner.durable import lock_folder, read_checked, write_checked
 from ospruner.eval.table import TraceTable
 
-__all__ = [
-    "RUN",
-    "claimed",
-    "has_ended",
-    "labels_hash",
-    "last_checkpoint",
-    "note_policy",
-    "record_of",
-]
-
 RUN = "run.json"
 
 

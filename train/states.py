@@ -37,8 +37,6 @@ from ospruner.scoring import TrunkDone, TrunkReader
 from .packing import pack, takes_packing
 from .tail import no_scores
 
-__all__ = ["StateFiles", "States", "form_of", "run_trunk", "stacked"]
-
 
 @dataclass(frozen=True)
 class States:

@@ -25,8 +25,6 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .sinks import sinks_as_keys
 
-__all__ = ["FusedKernels", "TrainedPolicy", "no_denormals", "no_scores", "step_outputs"]
-
 
 class FusedKernels(TorchFunctionMode):
     """Keeps attention and experts on CUDA from kernels that are slow and hold much.

@@ -25,8 +25,6 @@ from ospruner.progress import Progress, silent
 from .batches import length_batches
 from .states import StateFiles, States, form_of, run_trunk, stacked
 
-__all__ = ["Batch", "LabelledTraces"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -55,8 +55,6 @@ from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note_p
 from .tail import TrainedPolicy, no_denormals
 from .traces import Batch, LabelledTraces
 
-__all__ = ["StopTrainer", "TrainingDivergedError"]
-
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
 

@@ -17,8 +17,6 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
-__all__ = ["ImportedTrace", "Labeller", "TraceKey", "grade_rows", "problem_of"]
-
 
 @dataclass(frozen=True)
 class ImportedTrace:

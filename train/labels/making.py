@@ -25,18 +25,9 @@ from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .features import validate_row
 from .folder import data_hash
-from .labelling import Labeller, TraceKey, grade_rows
+from .labelling import Labeller as Labeller
+from .labelling import TraceKey, grade_rows
 from .store import Chunk, LabelStore
-
-__all__ = [
-    "LabelStream",
-    "Labeller",
-    "Work",
-    "Worker",
-    "label_problems",
-    "label_stored",
-    "work_here",
-]
 
 Worker = tuple[Engine, Labeller]
 Work = Callable[[LabelStore, Sequence[TraceKey], int], None]

@@ -35,8 +35,6 @@ from .folder import (
     shards_of,
 )
 
-__all__ = ["COSTS", "Chunk", "LabelStore", "Lost"]
-
 _KEY = ("problem_id", "sample_index")
 
 COSTS = (
