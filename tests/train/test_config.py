@@ -127,13 +127,11 @@ def test_what_is_left_out_follows_from_labels_and_base(table: TraceTable) -> Non
 def test_stages_are_named_by_their_prices(table: TraceTable) -> None:
     def stages(**fields: Any) -> list[tuple[str, float | None]]:
         config = StopConfig("run", use_cpu=True, **fields).settled(table, 40, 100.0, 128)
-        return [(stage.name, stage.price) for stage in config.stages]
+        return list(config.stages.items())
 
-    assert stages(head="fixed", prices="1e-3,2.5e-5,0") == [
-        ("price1e-3", 1e-3),
-        ("price2.5e-5", 2.5e-5),
-        ("price0", 0.0),
-    ]
+    prices = [1e-3, 2.5e-5, 0.0]
+    names = ["price1e-3", "price2.5e-5", "price0"]
+    assert stages(head="fixed", prices="1e-3,2.5e-5,0") == list(zip(names, prices, strict=True))
     assert stages(head="fixed", prices=[1e-3]) == [("", 1e-3)]
     assert stages() == [("", None)]
     assert stages(method="probe") == [("", 0.0)]
