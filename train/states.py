@@ -34,7 +34,7 @@ from ospruner.durable import room_needed
 from ospruner.eval.table import IntArray
 from ospruner.scoring import TrunkDone, TrunkReader
 
-from .packing import pack, takes_packing
+from .batches import pack, takes_packing
 from .tail import no_scores
 
 

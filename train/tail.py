@@ -172,15 +172,16 @@ class TrainedPolicy(nn.Module):
         self.policy = policy.eval()
         self._half = half
         if checkpointing:
+
+            def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+                """Around a layer's forward pass, and around the same again in the backward pass."""
+                return nullcontext(), no_scores(policy.tail, policy.head.weight.device)
+
             for layer in policy.layers:
                 # Inside the call, after the hook that puts back its input.
                 layer.forward = partial(
-                    checkpoint, layer.forward, use_reentrant=False, context_fn=self._contexts
+                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
                 )
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around a layer's forward pass, and around the same again in the backward pass."""
-        return nullcontext(), no_scores(self.policy.tail, self.policy.head.weight.device)
 
     def train(self, mode: bool = True) -> TrainedPolicy:
         """Stays in eval mode."""

@@ -36,6 +36,8 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from modeling_ospruner.policy_ospruner import is_quantised, price_logits
+from ospruner.engines.opening import load_tokenizer
+from ospruner.eval.measured import Predicted
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
@@ -43,17 +45,21 @@ from ospruner.progress import Progress, silent
 from .batches import EpochBatches, micro_batches, share_of
 from .config import StopConfig
 from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import refuse_ungraded, split_labels, usable_rows
-from .labelled_base import labelled_tokenizer, load_labelled_base
+from .label_sets import (
+    load_labelled_base,
+    place_of,
+    refuse_ungraded,
+    split_labels,
+    usable_rows,
+)
 from .labels.loading import LabelSource, load_labels
 from .objective import batch_loss, loss_weight
 from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
-from .predicting import Predicted, head_outputs
 from .prices import prices_of_batch
 from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note, record_of
 from .tail import TrainedPolicy, no_denormals
-from .traces import Batch, LabelledTraces
+from .traces import Batch, LabelledTraces, head_outputs
 
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
@@ -119,7 +125,7 @@ class StopTrainer(Trainer, TrainerCallback):
         for one in sets:
             refuse_ungraded(one, config.max_ungraded)
         if config.method == "flashthink":
-            reads = labelled_tokenizer(config.base, ours)
+            reads = load_tokenizer(*place_of(config.base, ours))
             model, processing_class = load_verifier_base(config.verifier)
             both = [verifier_traces(one, reads, processing_class, config.states) for one in sets]
         else:

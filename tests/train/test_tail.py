@@ -21,10 +21,9 @@ from ospruner.eval.replay import replay
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.scoring import stop_logits
 from ospruner.train.policies import SavedPolicy
-from ospruner.train.predicting import predict_outputs
 from ospruner.train.states import States
 from ospruner.train.tail import TrainedPolicy, no_denormals, step_outputs
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.untrained import untrained
 
 from ..families import make_base, random_policy

@@ -26,7 +26,7 @@ from ospruner.eval.table import TraceTable
 from ospruner.train.batches import micro_batches
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import SavedPolicy, warning_about
-from ospruner.train.predicting import predict_outputs
+from ospruner.train.traces import predict_outputs
 from ospruner.train.trainer import StopTrainer
 
 from .conftest import PRICE, PRICED, PROBE, RANGE, SETTINGS, SHORT, MakeLabels, log_of
