@@ -62,15 +62,6 @@ class EpochBatches(Sampler[list[int]]):
         yield from (batches[i] for i in draws.permutation(len(batches)))
 
 
-def share_of(rows: IntArray, rank: int, size: int) -> IntArray:
-    """A process's traces of a batch; one, which must count for nothing, where none is left.
-
-    No process may sit out a batch: the others would wait for its part of the gradient.
-    """
-    mine = rows[rank::size]
-    return mine if len(mine) else rows[:1]
-
-
 def micro_batches(
     token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
 ) -> list[IntArray]:
@@ -83,7 +74,7 @@ def micro_batches(
         token_lengths: (N,) tokens of each trace.
         rows: the batch's traces, best of similar lengths one after another.
         max_tokens: slots of each process.
-        processes: those that share each part, as `share_of` does.
+        processes: those that share each part, trace by trace in turn.
     """
     parts, start, longest = [], 0, 0
     for end, row in enumerate(rows):

@@ -51,11 +51,6 @@ class States:
     hidden: Tensor
     keys: Sequence[LayerKeys] = ()
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.hidden.device
-
     def to(self, device: torch.device) -> States:
         """The same on a device."""
         keys = [LayerKeys(one.keys.to(device), one.values.to(device)) for one in self.keys]

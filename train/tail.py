@@ -189,7 +189,7 @@ class TrainedPolicy(nn.Module):
 
     def forward(self, states: Any, positions: Tensor) -> Tensor:
         """(B, T, K) float32; see `step_outputs`."""
-        with torch.autocast(states.device.type, torch.bfloat16, enabled=self._half):
+        with torch.autocast(states.hidden.device.type, torch.bfloat16, enabled=self._half):
             return step_outputs(self.policy, states, positions)
 
 

@@ -280,6 +280,7 @@ def head_outputs(
     out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
     for rows in length_batches(traces.token_lengths)[rank::processes]:
         batch, states = traces.batch(rows), traces.states(model, rows)
-        said = outputs_of(states, batch.positions.to(states.device)).float().cpu()  # (B, T, K)
+        positions = batch.positions.to(states.hidden.device)
+        said = outputs_of(states, positions).float().cpu()  # (B, T, K)
         out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
     return out

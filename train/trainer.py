@@ -42,7 +42,7 @@ from ospruner.eval.problems.problem import text_key
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
-from .batches import EpochBatches, micro_batches, share_of
+from .batches import EpochBatches, micro_batches
 from .config import StopConfig
 from .flashthink import load_verifier_base, verifier_traces
 from .label_sets import (
@@ -262,9 +262,11 @@ class StopTrainer(Trainer, TrainerCallback):
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with nullcontext() if last else self.accelerator.no_sync(model=model):
-                batch = self.traces.batch(share_of(part, rank, size))
+                # No process may sit out a part: the others would wait for its gradient. Where none
+                # of it is left, a trace stands in that counts for nothing.
+                counts = rank < len(part)
+                batch = self.traces.batch(part[rank::size] if counts else part[:1])
                 loss = self._loss_of(model, batch)
-                counts = rank < len(part)  # else a stand-in
                 # Gradients are averaged over the processes; their losses are parts of a sum.
                 loss = size * counts * loss_weight(args.method, batch, whole) * loss
                 self.accelerator.backward(loss)
