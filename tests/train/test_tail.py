@@ -126,18 +126,6 @@ def test_every_way_gives_the_same_logits_and_gradients(
     assert (held != size) == special, "another way was taken"
 
 
-def test_queries_keep_less_for_the_backward_pass_and_states_by_their_size(
-    make_model: MakeModel, traces: LabelledTraces
-) -> None:
-    kept = {}
-    for tuning in ("layers", "queries"):
-        model = make_model(tuning=tuning)
-        kept[tuning] = gradients(model, traces.states(model, ROWS), traces)[1]
-    assert kept["queries"] < 0.75 * kept["layers"]
-    numbers = traces.token_lengths.sum() * 2 * 2 * 2 * 8 + traces.table.mask.sum() * 32
-    assert traces.cache_states(model, 2**30) == numbers * 4  # of 2 layers with 2 heads of 8
-
-
 def by_hand(model: Any, ids: Tensor, ends: list[int]) -> Tensor:
     """Stop logits (T,) of a Qwen2 by the formula of docs/method.md, with weights of any values."""
     policy, decoder = model.policy, model.base.get_decoder()

@@ -167,6 +167,9 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
 ) -> None:
     held = LabelledTraces.from_dataset(make_labels(12))
     size = held.cache_states(model, 2**30)
+    if model.config.tuning == "queries":  # 32 numbers a step; of 2 layers with 2 heads of 8
+        steps, tokens = held.table.mask.sum(), held.token_lengths.sum()
+        assert size == 4 * (32 * steps + 2 * 2 * 2 * 8 * tokens)
     for rank in (0, 1):
         disk = kept(make_labels(12), rank=rank, processes=2)
     assert sum(asked) == 12 + 12
