@@ -113,7 +113,8 @@ class Target:
         """A step as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
         batch, states = traces.batch(rows), traces.states(self.model, rows)
-        outputs = step_outputs(self.model.policy, states, batch.positions.to(states.device))
+        positions = batch.positions.to(states.hidden.device)
+        outputs = step_outputs(self.model.policy, states, positions)
         return self.step(outputs, batch)
 
 

@@ -27,7 +27,7 @@ from ospruner.comparing import Judged
 from ospruner.durable import replace_file
 from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
-from ospruner.eval.measured import measure
+from ospruner.eval.measured import Predicted, measure
 from ospruner.eval.methods import PolicyUse, parse_policies, price_grid, refuse_other_base
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.problems.registry import open_task
@@ -39,7 +39,6 @@ from ospruner.provenance import file_hash, read_provenance
 from ospruner.rules.families import Family, StopRule, is_rule, parse_rule
 from ospruner.serving.drift import answers_differ, distribution
 from ospruner.serving.requests import EFFORTS
-from ospruner.train.predicting import Predicted
 
 __all__ = ["CAREFUL", "PRICE_THRESHOLD", "SHARES", "Value", "calibrate", "tried"]
 

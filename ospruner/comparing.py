@@ -39,10 +39,9 @@ from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, Step, StopRule, is_rule, parse_rule
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
-from ospruner.train.labelled_base import load_labelled_base
+from ospruner.train.label_sets import load_labelled_base
 from ospruner.train.labels.loading import Labels, load_labels
-from ospruner.train.predicting import predict_outputs
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.traces import LabelledTraces, predict_outputs
 
 __all__ = ["Judged", "compare"]
 

@@ -25,7 +25,6 @@ from modeling_ospruner import OSPrunerConfig
 from ospruner.calibrating import CAREFUL, Value, calibrate, tried
 from ospruner.comparing import Judged, compare
 from ospruner.doctor.examination import examine
-from ospruner.durable import write_checked
 from ospruner.eval.calibration import exact_rejects, forecast, losses
 from ospruner.eval.evaluation import Report
 from ospruner.eval.methods import parse_policies, price_grid
@@ -41,7 +40,7 @@ from ospruner.train.config import StopConfig
 from ospruner.train.labels.folder import data_hash, read_labels, read_manifest
 from ospruner.train.labels.label import LabelConfig, load_run_problems, run_label
 from ospruner.train.labels.loading import Labels, LabelSource, load_labels, split_by_text
-from ospruner.train.run_folder import RUN, claimed, record_of
+from ospruner.train.run_folder import claimed, note, record_of
 from ospruner.train.trainer import StopTrainer
 from ospruner.workers import Job, Workers
 
@@ -358,8 +357,7 @@ class Rounds(ABC):
     def _note(self) -> None:
         self._noted = time.monotonic()
         rounds = [vars(one) for one in self.rounds]
-        record = {**record_of(self.out), "rounds": rounds, "seconds": self._seconds}
-        write_checked(self.out / RUN, record)
+        note(self.out, rounds=rounds, seconds=self._seconds)
 
     def progress(self, phase: str, done: int, total: int, note: str = "") -> None:
         """A `Progress` that keeps the hours of a round that may be killed."""

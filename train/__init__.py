@@ -4,12 +4,10 @@ config, prices      what a run is: `StopConfig`; prices of a token to train for
 trainer             `StopTrainer`: transformers' Trainer with the objective and stages of prices
 objective           the losses
 tail                the policy's logits at step ends
-traces, batches     labelled traces, and which are computed together
-states, packing     what a tail reads of them: computed packed, and kept
+traces, batches     labelled traces, what a policy says on them, and which are computed together
+states              what a tail reads of them: computed packed, and kept
 policies            a fresh policy for labels, and what is saved of a trained one
-predicting          what a policy says on labelled traces
-label_sets          the labels of a run, and what is refused of them
-labelled_base       the model that made them
+label_sets          the labels of a run and the model that made them: what is refused
 untrained           fresh copies of its last layers, and adapters beside them
 flashthink          the verifier baseline
 run_folder          whose a run's folder is, and where a stopped run goes on

@@ -20,8 +20,6 @@ from ospruner.eval.table import TraceTable
 
 from .prices import chosen_prices
 
-__all__ = ["METHODS", "TUNINGS", "Stage", "StopConfig"]
-
 METHODS = ("os-pruner", "probe", "convergence", "final-answer", "flashthink")
 TUNINGS = ("queries", "layers")
 HEADS = ("price", "fixed")
@@ -55,19 +53,6 @@ _THEIRS = {
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed"),
 }
 """Fields of `TrainingArguments` that a run cannot be continued with others of."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stretch of a run with one loss, at whose end a policy is saved.
-
-    Attributes:
-        name: the policy's folder in the run's; "" for the run's own, where there is one stage.
-        price: of a token; 0 for the baselines, which have none; None for every price.
-    """
-
-    name: str
-    price: float | None
 
 
 @dataclass
@@ -220,16 +205,20 @@ class StopConfig(TrainingArguments):
         return self.head == "price"
 
     @property
-    def stages(self) -> list[Stage]:
-        """What a settled run goes through; a baseline and the head "price" have one stage."""
+    def stages(self) -> dict[str, float | None]:
+        """Stretches of a settled run, at whose ends a policy is saved: its folder in the run's.
+
+        Each with the price of a token, 0 for a baseline, which has none, and None for every price;
+        a single one has the run's own folder, "".
+        """
         if self.method != "os-pruner":
-            return [Stage("", 0.0)]
+            return {"": 0.0}
         if self.every_price:
-            return [Stage("", None)]
+            return {"": None}
         assert not isinstance(self.prices, str)
         if len(self.prices) == 1:
-            return [Stage("", self.prices[0])]
-        return [Stage(f"price{price_name(price)}", price) for price in self.prices]
+            return {"": self.prices[0]}
+        return {f"price{price_name(price)}": price for price in self.prices}
 
     def settled(self, table: TraceTable, traces: int, magnitude: float, width: int) -> StopConfig:
         """A copy in which nothing is left to a rule.

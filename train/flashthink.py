@@ -37,8 +37,6 @@ from .config import StopConfig
 from .traces import LabelledTraces
 from .untrained import fresh_layers
 
-__all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
-
 PROMPT = (
     "Another model is thinking about a problem. Judge after each paragraph of its thinking whether "
     "the thinking so far suffices to give the right answer.\n\nProblem:\n{problem}\n\n"

@@ -14,8 +14,6 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .config import StopConfig
 
-__all__ = ["all_finite", "average_weights", "optimizer_of", "take_average"]
-
 
 def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.AdamW:
     """AdamW over what a policy trains; its head has a learning rate of its own.

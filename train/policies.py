@@ -15,6 +15,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.eval.evaluation import Report, Rule, choose
+from ospruner.eval.measured import Predicted
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, price_grid
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
@@ -25,10 +26,7 @@ from ospruner.provenance import file_hash, provenance
 
 from .config import StopConfig
 from .flashthink import Verifier
-from .predicting import Predicted
 from .untrained import untrained
-
-__all__ = ["SavedPolicy", "Trainable", "new_policy", "replayed", "save_policy", "warning_about"]
 
 Trainable = OSPrunerForCausalLM | Verifier
 

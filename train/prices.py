@@ -15,8 +15,6 @@ import numpy as np
 
 from ospruner.eval.table import TraceTable
 
-__all__ = ["GPT_OSS_PRICES", "R1_PRICES", "SCHEDULES", "chosen_prices", "prices_of_batch"]
-
 R1_PRICES = (1e-4, 5e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6, 0.0)
 """The paper's prices for DeepSeek-R1-Distill-Qwen-7B, in reward a thinking token."""
 GPT_OSS_PRICES = (2e-4, 1e-4, 5e-5, 2e-5, 1e-5, 0.0)

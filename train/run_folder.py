@@ -21,16 +21,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ospruner.durable import lock_folder, read_checked, write_checked
 from ospruner.eval.table import TraceTable
 
-__all__ = [
-    "RUN",
-    "claimed",
-    "has_ended",
-    "labels_hash",
-    "last_checkpoint",
-    "note_policy",
-    "record_of",
-]
-
 RUN = "run.json"
 
 
@@ -67,11 +57,9 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def note_policy(out: Path, name: str, told: dict[str, Any]) -> None:
-    """Notes that a stage's policy is saved, and what it does on validation."""
-    record = record_of(out)
-    record.setdefault("policies", {})[name] = told
-    write_checked(out / RUN, record)
+def note(out: Path, **values: Any) -> None:
+    """Notes in the run's folder what has become of it."""
+    write_checked(out / RUN, record_of(out) | values)
 
 
 def record_of(out: Path) -> dict[str, Any]:

@@ -34,10 +34,8 @@ from ospruner.durable import room_needed
 from ospruner.eval.table import IntArray
 from ospruner.scoring import TrunkDone, TrunkReader
 
-from .packing import pack, takes_packing
+from .batches import pack, takes_packing
 from .tail import no_scores
-
-__all__ = ["StateFiles", "States", "form_of", "run_trunk", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,6 @@ class States:
 
     hidden: Tensor
     keys: Sequence[LayerKeys] = ()
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.hidden.device
 
     def to(self, device: torch.device) -> States:
         """The same on a device."""

@@ -25,8 +25,6 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .sinks import sinks_as_keys
 
-__all__ = ["FusedKernels", "TrainedPolicy", "no_denormals", "no_scores", "step_outputs"]
-
 
 class FusedKernels(TorchFunctionMode):
     """Keeps attention and experts on CUDA from kernels that are slow and hold much.
@@ -174,15 +172,16 @@ class TrainedPolicy(nn.Module):
         self.policy = policy.eval()
         self._half = half
         if checkpointing:
+
+            def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+                """Around a layer's forward pass, and around the same again in the backward pass."""
+                return nullcontext(), no_scores(policy.tail, policy.head.weight.device)
+
             for layer in policy.layers:
                 # Inside the call, after the hook that puts back its input.
                 layer.forward = partial(
-                    checkpoint, layer.forward, use_reentrant=False, context_fn=self._contexts
+                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
                 )
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around a layer's forward pass, and around the same again in the backward pass."""
-        return nullcontext(), no_scores(self.policy.tail, self.policy.head.weight.device)
 
     def train(self, mode: bool = True) -> TrainedPolicy:
         """Stays in eval mode."""
@@ -190,7 +189,7 @@ class TrainedPolicy(nn.Module):
 
     def forward(self, states: Any, positions: Tensor) -> Tensor:
         """(B, T, K) float32; see `step_outputs`."""
-        with torch.autocast(states.device.type, torch.bfloat16, enabled=self._half):
+        with torch.autocast(states.hidden.device.type, torch.bfloat16, enabled=self._half):
             return step_outputs(self.policy, states, positions)
 
 

@@ -1,14 +1,15 @@
 """Labelled traces in memory, as batches: one trace a row for the tail, packed for the trunk.
 
-Padding stands at the right end of a row, where no causal layer sees it.
+And what a policy's head says at their step ends, in one causal pass a trace. Padding stands at the
+right end of a row, where no causal layer sees it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from datasets import Dataset
 from torch import Tensor
 
 from modeling_ospruner.configuration_ospruner import max_positions
+from ospruner.eval.measured import Predicted
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
 from .states import StateFiles, States, form_of, run_trunk, stacked
-
-__all__ = ["Batch", "LabelledTraces"]
+from .tail import step_outputs
 
 
 @dataclass(frozen=True)
@@ -232,3 +233,54 @@ class LabelledTraces:
 
 def _trunk_of(model: Any) -> tuple[Any, int, bool]:
     return model.base, len(model.policy.layers), model.policy.queries
+
+
+def predict_outputs(
+    model: Any,
+    dataset: Dataset | LabelledTraces,
+    progress: Progress = silent,
+) -> Predicted:
+    """What a policy says at the step ends of labelled traces.
+
+    Args:
+        model: base and policy: `OSPrunerForCausalLM`, or a `Verifier`.
+        dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
+            trunk's states, of 2 GiB at most, for the next policy on the same base.
+        progress: called with phase "trunk" while they are computed.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions.
+    """
+    traces = LabelledTraces.from_dataset(dataset)
+    traces.refuse_beyond_positions(model.base)
+    if isinstance(dataset, LabelledTraces):
+        traces.cache_states(model, 2**31, progress)
+    outputs = head_outputs(partial(step_outputs, model.policy), model, traces)
+    return Predicted(outputs, traces.table.mask, model.config.prices, model.config.price)
+
+
+@torch.no_grad()
+def head_outputs(
+    outputs_of: Callable[[States, Tensor], Tensor],
+    model: Any,
+    traces: LabelledTraces,
+    rank: int = 0,
+    processes: int = 1,
+) -> npt.NDArray[np.float32]:
+    """(N, T, K) of the head, 0 on padding and on the traces of other processes.
+
+    Args:
+        outputs_of: (B, T, K) from the trunk's states and positions (B, T).
+        model: whose trunk.
+        traces: N labelled traces.
+        rank: of this process among those that share the work.
+        processes: how many there are.
+    """
+    width = model.policy.head.out_features
+    out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
+    for rows in length_batches(traces.token_lengths)[rank::processes]:
+        batch, states = traces.batch(rows), traces.states(model, rows)
+        positions = batch.positions.to(states.hidden.device)
+        said = outputs_of(states, positions).float().cpu()  # (B, T, K)
+        out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
+    return out

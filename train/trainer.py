@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,36 +36,36 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from modeling_ospruner.policy_ospruner import is_quantised, price_logits
+from ospruner.engines.opening import load_tokenizer
+from ospruner.eval.measured import Predicted
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
-from .batches import EpochBatches, micro_batches, share_of
-from .config import Stage, StopConfig
+from .batches import EpochBatches, micro_batches
+from .config import StopConfig
 from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import refuse_ungraded, split_labels, usable_rows
-from .labelled_base import labelled_tokenizer, load_labelled_base
+from .label_sets import (
+    load_labelled_base,
+    place_of,
+    refuse_ungraded,
+    split_labels,
+    usable_rows,
+)
 from .labels.loading import LabelSource, load_labels
 from .objective import batch_loss, loss_weight
 from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
-from .predicting import Predicted, head_outputs
 from .prices import prices_of_batch
-from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note_policy, record_of
+from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note, record_of
 from .tail import TrainedPolicy, no_denormals
-from .traces import Batch, LabelledTraces
-
-__all__ = ["StopTrainer", "TrainingDivergedError"]
+from .traces import Batch, LabelledTraces, head_outputs
 
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
 
 
-class TrainingDivergedError(FloatingPointError):
-    """The loss, a gradient or a weight is no longer a finite number."""
-
-
-class StopTrainer(Trainer):
+class StopTrainer(Trainer, TrainerCallback):
     """Trains a stopping policy on labels; a transformers `Trainer` whose run continues by itself.
 
     ```python
@@ -125,12 +125,14 @@ class StopTrainer(Trainer):
         for one in sets:
             refuse_ungraded(one, config.max_ungraded)
         if config.method == "flashthink":
-            self.traces, self.eval_traces, model, processing_class = _judged(config, ours, sets)
+            reads = load_tokenizer(*place_of(config.base, ours))
+            model, processing_class = load_verifier_base(config.verifier)
+            both = [verifier_traces(one, reads, processing_class, config.states) for one in sets]
         else:
-            both = (LabelledTraces.from_dataset(one, config.states) for one in sets)
-            self.traces, self.eval_traces = both
+            both = [LabelledTraces.from_dataset(one, config.states) for one in sets]
             if model is None:
                 model, processing_class = load_labelled_base(config.base, ours)
+        self.traces, self.eval_traces = both
         assert processing_class is not None
         rows = usable_rows(self.traces.table, config.method)
         for traces in (self.traces, self.eval_traces):
@@ -154,7 +156,7 @@ class StopTrainer(Trainer):
             "train_labels": labels_hash(self.traces.table),
             "validation_labels": labels_hash(self.eval_traces.table),
         }
-        self._stages, self._progress = config.stages, progress
+        self._stages, self._progress = list(config.stages.items()), progress
         self._ends = None
         if config.every_price:
             low, high = map(float, config.prices)
@@ -165,6 +167,7 @@ class StopTrainer(Trainer):
         )
         self.policies: list[SavedPolicy] = []
         self._choices = self._saturated = 0
+        self._ended = self._next_save = 0.0
         self.batches = EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed)
         passes = int(config.num_train_epochs or 1)
         self._stage_steps = passes * len(self.batches)
@@ -178,7 +181,7 @@ class StopTrainer(Trainer):
             args=config,
             train_dataset=range(len(rows)),
             eval_dataset=range(len(self.eval_traces)),
-            callbacks=[_Hooks(self), *(callbacks or [])],
+            callbacks=[self, *(callbacks or [])],
         )
         if progress is not silent:
             self.remove_callback(PrinterCallback)
@@ -187,8 +190,12 @@ class StopTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The whole batches' traces, the same in all processes: each takes its share itself."""
+
+        def rows_of(rows: list[int]) -> dict[str, IntArray]:
+            return {"rows": np.array(rows, dtype=np.int64)}
+
         every: Any = range(len(self.traces))
-        return DataLoader(every, batch_sampler=self.batches, collate_fn=_rows_of)
+        return DataLoader(every, batch_sampler=self.batches, collate_fn=rows_of)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See `optimizer_of`."""
@@ -206,7 +213,7 @@ class StopTrainer(Trainer):
 
         Raises:
             ValueError: `output_dir` holds another run or other files, or is being written.
-            TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite.
+            FloatingPointError: the loss, a gradient or a weight became NaN or infinite.
             MemoryError: memory ran out; it says what to lower.
         """
         out, result = self._out, TrainOutput(0, math.nan, {})
@@ -230,7 +237,7 @@ class StopTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             saved = record_of(out)["policies"]
             self.policies = [
-                SavedPolicy(path=out / stage.name, **saved[stage.name]) for stage in self._stages
+                SavedPolicy(path=out / name, **saved[name]) for name, _ in self._stages
             ]
         return result
 
@@ -255,15 +262,17 @@ class StopTrainer(Trainer):
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with nullcontext() if last else self.accelerator.no_sync(model=model):
-                batch = self.traces.batch(share_of(part, rank, size))
+                # No process may sit out a part: the others would wait for its gradient. Where none
+                # of it is left, a trace stands in that counts for nothing.
+                counts = rank < len(part)
+                batch = self.traces.batch(part[rank::size] if counts else part[:1])
                 loss = self._loss_of(model, batch)
-                counts = rank < len(part)  # else a stand-in
                 # Gradients are averaged over the processes; their losses are parts of a sum.
                 loss = size * counts * loss_weight(args.method, batch, whole) * loss
                 self.accelerator.backward(loss)
             total += loss.detach().to(total.device)
         if not math.isfinite(total):
-            raise TrainingDivergedError(self._diverged(f"the loss is {float(total)}", rows))
+            raise FloatingPointError(self._diverged(f"the loss is {float(total)}", rows))
         self._batch_rows = rows
         return total
 
@@ -272,7 +281,7 @@ class StopTrainer(Trainer):
         args, policy = self.args, self.stop_model.policy
         states, device = self.traces.states(self.stop_model, batch.rows), policy.head.weight.device
         outputs = model(states.to(device), batch.positions.to(device))  # (B, T, K)
-        price: float | Sequence[float] = self._stage.price or 0.0
+        price: float | Sequence[float] = self._price or 0.0
         logits = outputs[..., 0]
         if self._ends is not None:
             count, step = args.prices_per_batch, self.state.global_step
@@ -298,7 +307,7 @@ class StopTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Exact replay on the validation traces, at the stage's price or the range's middle."""
-        price = self._stage.price
+        price = self._price
         if price is None:
             assert self._ends is not None
             price = math.sqrt(self._ends[0] * self._ends[1])
@@ -353,15 +362,24 @@ class StopTrainer(Trainer):
     # Stages
 
     @property
-    def _stage(self) -> Stage:
-        """The one that the next step belongs to."""
-        return self._stages[min(self.state.global_step // self._stage_steps, len(self._stages) - 1)]
+    def _price(self) -> float | None:
+        """That of the stage that the next step belongs to."""
+        stage = min(self.state.global_step // self._stage_steps, len(self._stages) - 1)
+        return self._stages[stage][1]
 
-    def after_step(self) -> None:
-        """Averages weights; at a stage's end takes their mean, and saves the policy."""
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Before its batches are asked for."""
+        self.batches.epoch = self.state.global_step // len(self.batches)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Averages weights; at a stage's end takes their mean, and saves the policy.
+
+        All before the checkpoint of this step.
+        """
         step = self.state.global_step - 1  # the one that was taken
-        stage, done = self._stages[step // self._stage_steps], step % self._stage_steps + 1
-        self._progress("train", step + 1, self._stage_steps * len(self._stages), stage.name)
+        name, price = self._stages[step // self._stage_steps]
+        done = step % self._stage_steps + 1
+        self._progress("train", step + 1, self._stage_steps * len(self._stages), name)
         first = self._stage_steps - round(self.args.average * self._stage_steps) + 1
         if done >= first:
             average_weights(self.optimizer, done - first)
@@ -370,20 +388,33 @@ class StopTrainer(Trainer):
         take_average(self.optimizer)
         said = self.predicted()
         if self.args.should_save:
-            facts = {**self._facts, "settings": self._identity["settings"]}
             saved = save_policy(
-                self._out / stage.name,
+                self._out / name,
                 self.stop_model,
                 self._tensors(),
-                stage.price or 0.0,
+                price or 0.0,
                 said,
                 self.eval_traces.table,
                 self.args.seed,
                 self._stage_steps,
-                facts,
+                {**self._facts, "settings": self._identity["settings"]},
             )
             told = {name: value for name, value in vars(saved).items() if name != "path"}
-            note_policy(self._out, stage.name, told)
+            note(self._out, policies=record_of(self._out).get("policies", {}) | {name: told})
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leaves out a checkpoint where a tenth of the time would go to them."""
+        self._ended = monotonic()
+        if self._ended < self._next_save and args.world_size == 1:  # several must agree
+            control.should_save = False
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """After a checkpoint."""
+        now = monotonic()
+        if (took := now - self._ended) > 1:
+            self._next_save = now + 9 * took
 
     def _tensors(self) -> dict[str, Tensor]:
         """The policy's own tensors."""
@@ -393,11 +424,15 @@ class StopTrainer(Trainer):
 
     # The trunk, and what can go wrong
 
-    def check_finite(self) -> None:
-        """Raises TrainingDivergedError where gradients or weights are not finite after a step."""
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Stops a run whose gradients or weights are not finite before a checkpoint could hold it.
+
+        Raises:
+            FloatingPointError: see `train`.
+        """
         if not all_finite(self.optimizer):
             said = "gradients or weights are not finite, or too large to be squared,"
-            raise TrainingDivergedError(self._diverged(said, self._batch_rows))
+            raise FloatingPointError(self._diverged(said, self._batch_rows))
 
     def _keep_states(self) -> None:
         """Runs the trunk over all traces that are read, if its states fit in memory or a folder."""
@@ -436,55 +471,6 @@ class StopTrainer(Trainer):
             "(a trace is never cut), then states_gib (0 computes the trunk anew for each batch) or "
             "layers; gradient_checkpointing and adapter_rank need less, too"
         )
-
-
-class _Hooks(TrainerCallback):
-    """Calls a trainer's own methods where Trainer calls callbacks."""
-
-    def __init__(self, trainer: StopTrainer) -> None:
-        self._trainer = trainer
-        self._ended = self._next_save = 0.0
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Before its batches are asked for."""
-        batches = self._trainer.batches
-        batches.epoch = self._trainer.state.global_step // len(batches)
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Before a checkpoint could hold what is broken."""
-        self._trainer.check_finite()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Before the checkpoint of this step."""
-        self._trainer.after_step()
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any
-    ) -> None:
-        """Leaves out a checkpoint where a tenth of the time would go to them."""
-        self._ended = monotonic()
-        if self._ended < self._next_save and args.world_size == 1:  # several must agree
-            control.should_save = False
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """After a checkpoint."""
-        now = monotonic()
-        if (took := now - self._ended) > 1:
-            self._next_save = now + 9 * took
-
-
-def _rows_of(rows: list[int]) -> dict[str, IntArray]:
-    return {"rows": np.array(rows, dtype=np.int64)}
-
-
-def _judged(
-    config: StopConfig, labels: Any, sets: tuple[Dataset, Dataset]
-) -> tuple[LabelledTraces, LabelledTraces, PreTrainedModel, PreTrainedTokenizerBase]:
-    """The traces as FlashThink's verifier reads them, and the verifier."""
-    reads = labelled_tokenizer(config.base, labels)
-    model, tokenizer = load_verifier_base(config.verifier)
-    training, validating = (verifier_traces(one, reads, tokenizer, config.states) for one in sets)
-    return training, validating, model, tokenizer
 
 
 @torch.no_grad()

@@ -6,16 +6,20 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
 from typer.testing import CliRunner
 
+from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app, commands
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results, frame_of
+from ospruner.hub_cards.publish import Release, send, stage
+from ospruner.hub_cards.staging import Published
 from ospruner.provenance import provenance
 from ospruner.train.untrained import untrained
 
@@ -112,6 +116,31 @@ RESULTS = Results(
 )
 
 
+class Publisher:
+    """Stages and sends in this process, with the base that is loaded already."""
+
+    def __init__(self, api: HfApi, reasoner: Reasoner, base: Repo, tmp_path: Path) -> None:
+        self.api, self.reasoner, self.base, self.tmp_path = api, reasoner, base, tmp_path
+        self.count = 0
+
+    def load(self, folder: Path) -> OSPrunerForCausalLM:
+        return OSPrunerForCausalLM.from_base(self.reasoner.model, folder)
+
+    def stage(self, folder: Path, repo: str, **release: Any) -> Published:
+        self.count += 1
+        release = {"base": "org/base", "base_revision": self.base.head.oid, **release}
+        out = self.tmp_path / f"staged-{self.count}"
+        return stage(folder, out, Release(repo, **release), self.api, self.load)
+
+    def publish(self, folder: Path, repo: str, private: bool = False, **release: Any) -> Published:
+        return send(self.stage(folder, repo, **release), repo, private, self.api)
+
+
+@pytest.fixture
+def publisher(api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path) -> Publisher:
+    return Publisher(api, reasoner, base_repo, tmp_path)
+
+
 @pytest.fixture
 def stranger(hub: LocalHub, tmp_path: Path) -> Stranger:
     """Runs code in another user's process, with an empty cache, our package not importable.
@@ -123,7 +152,10 @@ def stranger(hub: LocalHub, tmp_path: Path) -> Stranger:
         packages = sysconfig.get_paths()["purelib"]
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE + code, packages, *arguments],
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **hub.environment(tmp_path)},
+            env={
+                **{"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url},
+                **{"HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"},
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

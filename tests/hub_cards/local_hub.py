@@ -1,7 +1,7 @@
 """A Hub for tests: the endpoints that huggingface_hub, transformers and datasets call, over HTTP.
 
-`LocalHub` serves from a thread of this process. Processes that shall use it get the variables of
-`environment`; a test looks at `repos` and `requests`, and breaks connections with `cut`.
+`LocalHub` serves from a thread of this process; a test looks at `repos`, and breaks connections
+with `cut`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from huggingface_hub import RepoCard
 
 from ..served_app import ServedApp
 
-NOW = datetime(2026, 11, 21, tzinfo=UTC).isoformat().replace("+00:00", ".000Z")
 LFS_SUFFIXES = (".safetensors", ".parquet", ".png", ".bin", ".gz")  # as in .gitattributes
 TOKEN = "hf_" + "LocalHubTestToken" * 2
 KINDS = {"models": "model", "datasets": "dataset"}
@@ -97,9 +95,6 @@ class Repo:
         self.commits[oid] = Commit(oid, title, dict(files))
         return self.head
 
-    def at(self, revision: str) -> Commit | None:
-        return self.head if revision == "main" else self.commits.get(revision)
-
     @property
     def head(self) -> Commit:
         return next(reversed(self.commits.values()))
@@ -111,38 +106,15 @@ class Repo:
             "id": self.id,
             "sha": commit.oid,
             "private": self.private,
-            "gated": False,
-            "disabled": False,
-            "downloads": 0,
-            "likes": 0,
-            "tags": [],
-            "lastModified": NOW,
-            "createdAt": NOW,
             "cardData": RepoCard(card.content.decode()).data.to_dict() if card else None,
             "siblings": [{"rfilename": path} for path in sorted(commit.files)],
         }
 
 
-class HubError(Exception):
+def refusal(status: int, code: str, message: str = "", **headers: str) -> HTTPException:
     """An answer by which the clients tell what is wrong."""
-
-    def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
-        super().__init__(message or code)
-        self.status = status
-        self.headers = {"X-Error-Code": code, "X-Error-Message": message or code, **headers}
-
-
-@dataclass
-class Cut:
-    """A connection to break: of the first `times` requests that match.
-
-    The request itself is lost; or, where `answer` is said, the answer to it.
-    """
-
-    method: str
-    path: str  # a regular expression
-    answer: bool
-    times: int
+    said = {"X-Error-Code": code, "X-Error-Message": message or code}
+    return HTTPException(status, message or code, said | headers)
 
 
 class LocalHub(ServedApp):
@@ -150,23 +122,8 @@ class LocalHub(ServedApp):
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.requests: list[str] = []
-        self._cuts: list[Cut] = []
+        self._cuts: list[tuple[str, str, bool]] = []  # as `cut` takes them
         super().__init__(_application(self))
-
-    def environment(self, home: Path) -> dict[str, str]:
-        """Variables for a process that shall take this for the Hub, with its cache in `home`."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_DATASETS_OFFLINE": "0",
-            "TRANSFORMERS_OFFLINE": "0",
-        }
 
     def add(self, kind: str, repo_id: str, folder: Path) -> Repo:
         """Puts a folder's files straight into a new repository."""
@@ -180,17 +137,21 @@ class LocalHub(ServedApp):
         return repo
 
     def cut(self, method: str, path: str, answer: bool = False, times: int = 1) -> None:
-        """Breaks the next `times` connections of a method to a path; see `Cut`."""
-        self._cuts.append(Cut(method, path, answer, times))
+        """Breaks the next connections of a method to a path, which is a regular expression.
+
+        The request itself is lost; or, where `answer` is said, the answer to it.
+        """
+        self._cuts += [(method, path, answer)] * times
 
     def stop_cutting(self) -> None:
         self._cuts.clear()
 
-    def take_cut(self, method: str, path: str) -> Cut | None:
+    def take_cut(self, method: str, path: str) -> bool | None:
+        """Whether the answer to a request is lost, or the request; None where neither is."""
         for cut in self._cuts:
-            if cut.times and cut.method == method and re.search(cut.path, path):
-                cut.times -= 1
-                return cut
+            if cut[0] == method and re.search(cut[1], path):
+                self._cuts.remove(cut)
+                return cut[2]
         return None
 
     def find(self, request: Request, kind: str = "") -> Repo:
@@ -200,35 +161,29 @@ class LocalHub(ServedApp):
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         repo = self.repos.get((kind, repo_id))
         if repo is None or (repo.private and token != TOKEN):
-            raise HubError(404 if token == TOKEN else 401, "RepoNotFound", "Repository not found")
+            raise refusal(404 if token == TOKEN else 401, "RepoNotFound", "Repository not found")
         return repo
 
-    def commit_of(self, repo: Repo, revision: str) -> Commit:
-        commit = repo.at(revision)
+    def commit(self, request: Request, revision: str, kind: str = "") -> Commit:
+        """The same, at a revision."""
+        repo = self.find(request, kind)
+        commit = repo.head if revision == "main" else repo.commits.get(revision)
         if commit is None:
-            raise HubError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
 
 
 def _application(hub: LocalHub) -> Any:
-    app = FastAPI()
-    _add_accounts(app, hub)
-    _add_uploads(app, hub)
+    app = FastAPI(dependencies=[Depends(_token_only)])
+    _add_commits(app, hub)
     _add_reads(app, hub)
     for kind, folder in FOLDERS.items():
         _add_files(app, hub, f"/{folder}".rstrip("/"), kind)
 
-    @app.exception_handler(HubError)
-    async def refuse(request: Request, error: HubError) -> Response:
-        return JSONResponse({"error": str(error)}, error.status, error.headers)
-
     async def with_cuts(scope: Any, receive: Any, send: Any) -> None:
-        """Notes each request, and breaks the connections that a test wants broken."""
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        hub.requests.append(f"{scope['method']} {scope['path']}")
-        cut = hub.take_cut(scope["method"], scope["path"])
+        """Breaks the connections that a test wants broken."""
+        http = scope["type"] == "http"
+        cut = hub.take_cut(scope["method"], scope["path"]) if http else None
         if cut is None:
             await app(scope, receive, send)
             return
@@ -237,7 +192,7 @@ def _application(hub: LocalHub) -> Any:
         async def lost(message: Any) -> None:
             """The answer is not sent."""
 
-        if cut.answer:
+        if cut:
             await app(scope, receive, lost)
         transport.abort()
 
@@ -245,19 +200,14 @@ def _application(hub: LocalHub) -> Any:
 
 
 def _token_only(request: Request) -> None:
-    if request.headers.get("authorization") != f"Bearer {TOKEN}":
-        raise HubError(401, "", "Invalid credentials in Authorization header")
+    """Whoever sends something must say who it is; where a file goes, its address says it."""
+    if request.method == "POST" and request.headers.get("authorization") != f"Bearer {TOKEN}":
+        raise refusal(401, "", "Invalid credentials in Authorization header")
 
 
-def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
-    @app.get("/api/whoami-v2")
-    async def whoami(request: Request) -> Any:
-        _token_only(request)
-        return {"type": "user", "name": "tester", "orgs": [{"type": "org", "name": "org"}]}
-
+def _add_commits(app: FastAPI, hub: LocalHub) -> None:
     @app.post("/api/repos/create")
     async def create(request: Request) -> Response:
-        _token_only(request)
         asked = await request.json()
         kind = asked.get("type") or "model"
         repo_id = f"{asked.get('organization') or 'tester'}/{asked['name']}"
@@ -272,12 +222,9 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
     async def validate(request: Request) -> Any:
         return {"errors": [], "warnings": []}
 
-
-def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
     @app.post("/api/{kinds}/{org}/{name}/preupload/{revision}")
     async def preupload(revision: str, request: Request) -> Any:
-        _token_only(request)
-        commit = hub.commit_of(hub.find(request), revision)
+        commit = hub.commit(request, revision)
         answers = []
         for file in (await request.json())["files"]:
             present = commit.files.get(file["path"])
@@ -289,9 +236,7 @@ def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
 
     @app.post("/api/{kinds}/{org}/{name}/commit/{revision}")
     async def commit(revision: str, request: Request) -> Any:
-        _token_only(request)
-        repo = hub.find(request)
-        parent = hub.commit_of(repo, revision)
+        repo, parent = hub.find(request), hub.commit(request, revision)
         files, title = dict(parent.files), ""
         for line in (await request.body()).splitlines():
             entry = json.loads(line)
@@ -299,17 +244,17 @@ def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
             if entry["key"] == "header":
                 title = value["summary"]
                 if value.get("parentCommit", parent.oid) != parent.oid:
-                    raise HubError(412, "", "A commit has happened since. Please refresh")
+                    raise refusal(412, "", "A commit has happened since. Please refresh")
             elif entry["key"] == "file":
                 files[value["path"]] = File(base64.b64decode(value["content"]), False)
             elif entry["key"] == "lfsFile":
                 if value["oid"] not in repo.lfs:
-                    raise HubError(400, "", f"LFS object {value['oid']} was not uploaded")
+                    raise refusal(400, "", f"LFS object {value['oid']} was not uploaded")
                 files[value["path"]] = File(repo.lfs[value["oid"]], True)
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
             else:
-                raise HubError(400, "", f"unknown key {entry['key']!r}")
+                raise refusal(400, "", f"unknown key {entry['key']!r}")
         made = repo.commit(title, files)
         return {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
 
@@ -318,25 +263,21 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
     @app.get("/api/{kinds}/{org}/{name}")
     @app.get("/api/{kinds}/{org}/{name}/revision/{revision:path}")
     async def info(request: Request, revision: str = "main") -> Any:
-        repo = hub.find(request)
-        return repo.info(hub.commit_of(repo, revision))
+        return hub.find(request).info(hub.commit(request, revision))
 
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}")
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}/{folder:path}")
     async def tree(
         revision: str, request: Request, folder: str = "", recursive: bool = False
     ) -> Any:
-        repo = hub.find(request)
-        commit = hub.commit_of(repo, revision)
-        entries = _below(commit, folder, recursive)
+        entries = _below(hub.commit(request, revision), folder, recursive)
         if folder and not entries:
-            raise HubError(404, "EntryNotFound", f"{folder} does not exist on {revision}")
+            raise refusal(404, "EntryNotFound", f"{folder} does not exist on {revision}")
         return entries
 
     @app.post("/api/{kinds}/{org}/{name}/paths-info/{revision}")
     async def paths_info(revision: str, request: Request) -> Any:
-        repo = hub.find(request)
-        commit = hub.commit_of(repo, revision)
+        commit = hub.commit(request, revision)
         asked = parse_qs((await request.body()).decode())["paths"]
         everything = {str(entry["path"]): entry for entry in _below(commit, "", True)}
         return [everything[path] for path in asked if path in everything]
@@ -362,38 +303,30 @@ def _below(commit: Commit, folder: str, recursive: bool) -> list[dict[str, objec
 def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
     @app.post(prefix + "/{org}/{name}.git/info/lfs/objects/batch")
     async def batch(request: Request) -> Any:
-        _token_only(request)
         repo = hub.find(request, kind)
         objects = (await request.json())["objects"]
         for entry in objects:
             if entry["oid"] not in repo.lfs:
                 target = f"{hub.url}{prefix}/{repo.id}/lfs/{entry['oid']}"
-                entry["actions"] = {"upload": {"href": target}, "verify": {"href": target}}
+                entry["actions"] = {"upload": {"href": target}}
         return {"transfer": "basic", "objects": objects}
 
     @app.put(prefix + "/{org}/{name}/lfs/{oid}")
     async def upload(org: str, name: str, oid: str, request: Request) -> Any:
         content = await request.body()
         if hashlib.sha256(content).hexdigest() != oid:
-            raise HubError(400, "", "the content's SHA-256 is another")
+            raise refusal(400, "", "the content's SHA-256 is another")
         hub.repos[kind, f"{org}/{name}"].lfs[oid] = content
-        return {}
-
-    @app.post(prefix + "/{org}/{name}/lfs/{oid}")
-    async def verify(oid: str, request: Request) -> Any:
-        if oid not in hub.find(request, kind).lfs:
-            raise HubError(404, "", "not uploaded")
         return {}
 
     @app.get(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
     @app.head(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
     async def resolve(revision: str, path: str, request: Request) -> Response:
-        repo = hub.find(request, kind)
-        commit = hub.commit_of(repo, revision)
+        commit = hub.commit(request, revision, kind)
         file = commit.files.get(path)
         if file is None:
             found = {"X-Repo-Commit": commit.oid}
-            raise HubError(404, "EntryNotFound", f"{path} does not exist", **found)
+            raise refusal(404, "EntryNotFound", f"{path} does not exist", **found)
         headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit.oid}
         headers["Content-Length"] = str(len(file.content))
         return Response(None if request.method == "HEAD" else file.content, headers=headers)

@@ -1,7 +1,6 @@
 """The policy card: its metadata, its snippet and its numbers come from the folder."""
 
 import ast
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -183,15 +182,3 @@ def test_card_follows_the_config(
 def test_a_warning_is_shown(policy_dir: Path) -> None:
     provenance(policy_dir, seed=0, details={"warning": "always stops at the first step"})
     assert "**Warning.** This policy always stops at the first step." in shown(policy_dir)
-
-
-def test_what_is_no_policy_is_refused(policy_dir: Path) -> None:
-    (policy_dir / "provenance.json").unlink()
-    with pytest.raises(ValueError, match="no provenance"):
-        shown(policy_dir)
-    (policy_dir / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    with pytest.raises(ValueError, match="model_type='qwen2' must be 'ospruner'"):
-        shown(policy_dir)
-    (policy_dir / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        shown(policy_dir)

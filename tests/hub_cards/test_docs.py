@@ -55,7 +55,6 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
     page = repo_dir / "docs" / "own-model.md"
     write_problems("train.jsonl", "train", 40)
     write_problems("test.jsonl", "test", 8)
-    hub.requests.clear()
     lines = commands(page)
     # Its processes know no local Hub: tests/train/test_rounds.py runs it.
     assert lines.pop(0).startswith(f"ospruner make {BASE} --dataset deepscaler --max-loss 0.02 ")

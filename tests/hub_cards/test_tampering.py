@@ -4,45 +4,23 @@ import random
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.shipped import Reasoner
-from ospruner.hub_cards.publish import Release, stage
-from ospruner.hub_cards.verify import fetch, verify_folder
+from ospruner.hub_cards.verify import verify_folder
 
 from ..conftest import Fuzzed
-from .local_hub import LocalHub, Repo
+from .conftest import Publisher
 
-NOT_VERIFIED = ("README.md", ".gitattributes")  # the owner may edit the card on the Hub
+NOT_VERIFIED = "README.md"  # the owner may edit the card on the Hub
 RECORD = "provenance.json"  # holds the others' hashes: it cannot vouch for its own bytes
 ADDED = ("extra.py", "modeling_extra_ospruner.py", "pytorch_model.bin", "weights/x.pkl", ".hidden")
 
 
 @pytest.mark.parametrize("flips", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_each_file_that_was_tampered_with_is_named(
-    flips: int,
-    hub: LocalHub,
-    api: HfApi,
-    reasoner: Reasoner,
-    base_repo: Repo,
-    policy_dir: Path,
-    tmp_path: Path,
-    fuzzed: Fuzzed,
+    flips: int, publisher: Publisher, policy_dir: Path, fuzzed: Fuzzed
 ) -> None:
-    def load(folder: Path) -> OSPrunerForCausalLM:
-        return OSPrunerForCausalLM.from_base(reasoner.model, folder)
-
-    release = Release(f"org/p{flips}", base="org/base", base_revision=base_repo.head.oid)
-    staged = stage(policy_dir, tmp_path / "staged", release, api, load)
-    repo_id = release.repo
-    hub.add("model", repo_id, staged.path)
-    folder = fetch(repo_id, None, api)
-    for file in folder.rglob("*"):  # the cache's links, made files
-        if file.is_symlink():
-            content = file.read_bytes()
-            file.unlink()
-            file.write_bytes(content)
+    folder = publisher.stage(policy_dir, "org/tampered").path
     names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
     drawn = random.Random(0)
     missed: list[str] = []
@@ -62,9 +40,9 @@ def test_each_file_that_was_tampered_with_is_named(
         """The weights are looked at by their hash here: loading takes seconds a case."""
         raise ValueError("not loaded")
 
-    assert all(check.ok for check in verify_folder(folder, load))
+    assert all(check.ok for check in verify_folder(folder, publisher.load))
     for name in names:
-        if name in NOT_VERIFIED:
+        if name == NOT_VERIFIED:
             continue
         file, content = folder / name, (folder / name).read_bytes()
         for _ in range(flips if name != RECORD else 0):
@@ -85,6 +63,6 @@ def test_each_file_that_was_tampered_with_is_named(
         (folder / name).write_bytes(b"import os\n")
         look(name, "added")
         (folder / name).unlink()
-    assert all(check.ok for check in verify_folder(folder, load))
+    assert all(check.ok for check in verify_folder(folder, publisher.load))
     fuzzed("published policy tampered with", cases=cases, named=cases - len(missed))
     assert not missed, "\n".join(missed)

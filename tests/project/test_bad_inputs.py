@@ -1,7 +1,9 @@
 """Bad inputs on the command line: each ends with a clear error, never with a trace.
 
-`bad_inputs.txt` holds a case a line: the command, its exit status, and the words that matter. What
-stands in braces is made below.
+`bad_inputs.txt` holds a command a line, its exit status, and the words that matter. What stands in
+braces is made below. A line may hold several cases, behind "for": `{v}` is each of these, and
+`{name}` and `{value}` are what stands before and behind its "=". "rows" is `ospruner label` on a
+file of what follows.
 """
 
 import gzip
@@ -9,6 +11,7 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +29,12 @@ from ospruner.train.untrained import untrained
 from ..broken_tensors import drop, edit, pickle_only, put
 from ..conftest import Fuzzed
 
-CASES = Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines()
 GOOD = {"id": "a", "problem": "What is 1 + 1?", "answer": "2"}
 LINE = json.dumps(GOOD)
-ROWS = {
-    "good": LINE,
-    "nan": '{"problem": "p", "answer": NaN}',
-    "infinite": '{"problem": "p", "answer": -Infinity}',
-    "too_large": '{"problem": "p", "answer": 1e999}',
-    "null": '{"problem": "p", "answer": null}',
-    "list_answer": '{"problem": "p", "answer": ["2"]}',
-    "bool": '{"problem": "p", "answer": true}',
-    "no_answer": '{"problem": "p"}',
-    "empty_answer": '{"problem": "p", "answer": "  "}',
-    "no_problem": '{"answer": "2"}',
-    "number_problem": '{"problem": NaN, "answer": "2"}',
-    "twice": LINE + "\n" + LINE,
-    "id_nan": '{"id": NaN, "problem": "p", "answer": "2"}',
-    "id_list": '{"id": [1], "problem": "p", "answer": "2"}',
-    "not_json": LINE + "\n{",
-    "array": "[1, 2]",
-    "empty": "",
-    "blank": "\n\n",
-    "long": json.dumps(GOOD | {"problem": "What is 1 + 1? " * 300}),
-    "no_reasoning": LINE,
-    "number_reasoning": json.dumps(GOOD | {"reasoning": 3}),
-}
 FILES = {
+    "good.jsonl": LINE.encode(),
+    "long.jsonl": json.dumps(GOOD | {"problem": "What is 1 + 1? " * 300}).encode(),
+    "reasoning.jsonl": json.dumps(GOOD | {"reasoning": 3}).encode(),
     "latin.jsonl": LINE.encode() + b'\n{"problem": "caf\xe9", "answer": "2"}\n',
     "utf16.jsonl": LINE.encode("utf-16"),
     "cut.jsonl.gz": gzip.compress(LINE.encode() * 99)[:-20],
@@ -99,8 +81,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     fields: dict[str, Any] = {"tuning": "layers", "reasoning_format": FORMAT}
     untrained(reasoner.model, reasoner.tokenizer, **fields).save_pretrained(policy)
     provenance(policy, seed=0)
-    for name, text in ROWS.items():
-        (folder / f"{name}.jsonl").write_text(text + "\n" if text else "")
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     nothing = pa.array([], pa.string())
@@ -127,7 +107,20 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases() -> Iterator[str]:
+    """Every case in words of its own."""
+    for line in Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines():
+        command, _, expected = line.partition(" => ")
+        command, _, given = command.partition(" for ")
+        for one in given.split(";"):
+            name, _, value = one.partition("=")
+            case = f"{command} => {expected}"
+            for brace, text in (("{v}", one), ("{name}", name), ("{value}", value)):
+                case = case.replace(brace, text)
+            yield case
+
+
+@pytest.mark.parametrize("case", [*cases()])
 def test_a_bad_input_is_refused_in_clear_words(
     case: str,
     places: dict[str, Path],
@@ -138,7 +131,12 @@ def test_a_bad_input_is_refused_in_clear_words(
 ) -> None:
     command, _, expected = case.partition(" => ")
     status, _, words = expected.partition(" ")
-    names = {"out": tmp_path / "out", **places}
+    rows = tmp_path / "rows.jsonl"
+    names = {"out": tmp_path / "out", "rows": rows, "line": LINE, **places}
+    if command.startswith("rows "):
+        text = command.removeprefix("rows ").format(**names)
+        rows.write_text(text.replace("\\n", "\n"))
+        command = "label --base {base} --dataset {rows} --out {out}"
     monkeypatch.setenv("COLUMNS", "600")
     monkeypatch.setenv("TERMINAL_WIDTH", "600")
     argv = [part.format(**names) for part in shlex.split(command)]

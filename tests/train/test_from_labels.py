@@ -17,8 +17,7 @@ from ospruner.comparing import compare
 from ospruner.demo import REASONER
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import read_provenance
-from ospruner.train.label_sets import held_out_split
-from ospruner.train.labelled_base import load_labelled_base
+from ospruner.train.label_sets import held_out_split, load_labelled_base
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.loading import load_labels, load_mix

@@ -22,6 +22,7 @@ from ospruner.calibrating import CAREFUL, SHARES, calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.measured import Predicted
 from ospruner.eval.methods import EVERY_PRICE, parse_policies, price_grid
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.results import Results
@@ -35,10 +36,10 @@ from ospruner.serving.requests import (
     StopRequest,
     check_measured,
 )
-from ospruner.train.labelled_base import load_labelled_base
+from ospruner.train.label_sets import load_labelled_base
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.predicting import Predicted, predict_outputs
+from ospruner.train.traces import predict_outputs
 from ospruner.train.untrained import untrained
 
 from .conftest import RANGE, MakeLabels, trained_on

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.scoring import reading
 from ospruner.train import states as states_of
-from ospruner.train.batches import EpochBatches, length_batches
-from ospruner.train.packing import pack, takes_packing
+from ospruner.train.batches import EpochBatches, length_batches, pack, takes_packing
 from ospruner.train.states import run_trunk
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
@@ -168,6 +167,9 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
 ) -> None:
     held = LabelledTraces.from_dataset(make_labels(12))
     size = held.cache_states(model, 2**30)
+    if model.config.tuning == "queries":  # 32 numbers a step; of 2 layers with 2 heads of 8
+        steps, tokens = held.table.mask.sum(), held.token_lengths.sum()
+        assert size == 4 * (32 * steps + 2 * 2 * 2 * 8 * tokens)
     for rank in (0, 1):
         disk = kept(make_labels(12), rank=rank, processes=2)
     assert sum(asked) == 12 + 12

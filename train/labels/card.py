@@ -16,8 +16,6 @@ from ospruner.eval.results import markdown_table
 
 from .features import COLUMNS, columns_of
 
-__all__ = ["PREFIX_COLUMNS", "PREFIX_FEATURES", "card_configs", "folder_card", "prefix_rows"]
-
 PREFIX_COLUMNS = columns_of(
     """\
 trace                 int32     number of the trace's row in the default configuration, from 0

@@ -31,20 +31,6 @@ from ospruner.provenance import PROVENANCE_FILE, hash_of, read_provenance
 from .card import prefix_rows
 from .features import FEATURES, LATER_COLUMNS
 
-__all__ = [
-    "MANIFEST",
-    "Shard",
-    "check_folder",
-    "data_hash",
-    "read_labels",
-    "read_manifest",
-    "read_manifests",
-    "read_shard",
-    "refuse_damage",
-    "refuse_other_data",
-    "shards_of",
-]
-
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 README = "README.md"

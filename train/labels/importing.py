@@ -19,8 +19,6 @@ from ospruner.eval.problems.problem import (
 
 from .labelling import ImportedTrace, TraceKey
 
-__all__ = ["read_traces"]
-
 _PROBLEM = ("id", "problem", "answer", "family")
 _TRACE = ("reasoning", "response", "closed")
 

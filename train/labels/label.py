@@ -42,18 +42,6 @@ from .making import Worker, label_stored, work_here
 from .on_ray import ray_work
 from .store import LabelStore
 
-__all__ = [
-    "LabelConfig",
-    "Regraded",
-    "import_traces",
-    "label",
-    "load_run_problems",
-    "parse_columns",
-    "read_format",
-    "regrade",
-    "run_label",
-]
-
 
 def _help(text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"help": text})

@@ -17,8 +17,6 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
-__all__ = ["ImportedTrace", "Labeller", "TraceKey", "grade_rows", "problem_of"]
-
 
 @dataclass(frozen=True)
 class ImportedTrace:
@@ -66,12 +64,11 @@ class Labeller:
     Args:
         tokenizer: the base's.
         fmt: the base's reasoning format, in the task's shape (`Task.shape`).
-        settings: of the run; an empty `reasoning_format` is filled in.
+        settings: of the run; `reasoning_format` is filled in.
         task: asks, reads and grades; None for the settings' own, which runs no programs.
 
     Raises:
-        ValueError: the settings have another format, the format another task's shape, or labels
-            are to be expected grades of options, and answers free.
+        ValueError: labels are to be expected grades of options, and answers free.
     """
 
     def __init__(
@@ -81,24 +78,12 @@ class Labeller:
         settings: LabelSettings,
         task: Task | None = None,
     ) -> None:
-        literals, given = fmt.format.to_dict(), settings.reasoning_format
-        if given and given != literals:
-            raise ValueError(
-                f"settings.reasoning_format is {given}, but the format compiled for the tokenizer "
-                f"is {literals}; leave the former empty, or make them agree"
-            )
         self.tokenizer = tokenizer
         self.fmt = fmt
-        self.settings = replace(settings, reasoning_format=literals)
+        self.settings = replace(settings, reasoning_format=fmt.format.to_dict())
         self.task = open_task(settings.task) if task is None else task
         self._prompts: dict[str, array[int]] = {}
         self._option_ids: dict[str, int] = {}
-        if self.task.shape(fmt.format) != fmt.format:
-            raise ValueError(
-                f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
-                f"{settings.task['name']} {self.task.box_prefix or 'a box'!r}: compile "
-                "`Task.shape` of it"
-            )
         if settings.answer == "free" and self.task.labels_expect:
             raise ValueError(
                 "labels of probabilities (labels=probability) are read behind what is forced, but "

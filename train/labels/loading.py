@@ -22,8 +22,6 @@ from ospruner.provenance import PROVENANCE_FILE, check_place, hash_of, is_hub_id
 
 from .folder import MANIFEST, data_hash, read_labels, read_manifests, refuse_other_data
 
-__all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits", "split_by_text"]
-
 _ENDINGS = re.compile(r"\.(?:jsonl(?:\.gz)?|parquet)$")
 
 

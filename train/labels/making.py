@@ -25,18 +25,9 @@ from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .features import validate_row
 from .folder import data_hash
-from .labelling import Labeller, TraceKey, grade_rows
-from .store import Chunk, LabelStore
-
-__all__ = [
-    "LabelStream",
-    "Labeller",
-    "Work",
-    "Worker",
-    "label_problems",
-    "label_stored",
-    "work_here",
-]
+from .labelling import Labeller as Labeller
+from .labelling import TraceKey, grade_rows
+from .store import COSTS, Chunk, LabelStore
 
 Worker = tuple[Engine, Labeller]
 Work = Callable[[LabelStore, Sequence[TraceKey], int], None]
@@ -307,7 +298,9 @@ class LabelStream:
             ):
                 raise suspects[0][1]
             for chunk in tried:
-                self._ready = self._ready.plus(chunk)
+                self._ready.rows.extend(chunk.rows)
+                self._ready.dropped.extend(chunk.dropped)
+                self._ready.failed.extend(chunk.failed)
         self._settle()
 
     def _tried(self, key: TraceKey) -> Chunk:
@@ -353,10 +346,5 @@ class LabelStream:
 
 def _costs(engine: Engine) -> Counter[str]:
     forks, sampling = engine.counts, engine.sample_counts
-    return Counter(
-        computed_tokens=forks.computed,
-        unique_tokens=forks.unique,
-        padding_tokens=forks.padding,
-        sampling_computed_tokens=sampling.computed,
-        sampling_unique_tokens=sampling.unique,
-    )
+    spent = (forks.computed, forks.unique, forks.padding, sampling.computed, sampling.unique)
+    return Counter(dict(zip(COSTS, spent, strict=True)))

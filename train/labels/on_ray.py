@@ -17,8 +17,6 @@ from .labelling import TraceKey
 from .making import LabelStream, Work, Worker
 from .store import Chunk, LabelStore
 
-__all__ = ["UnfinishedRunError", "ray_work"]
-
 _PIP_LINE = "pip install 'ospruner[ray]'"
 _DEATHS = 2  # how often a trace may end its actor together with others, and then alone
 

@@ -12,8 +12,6 @@ from .folder import MANIFEST, read_labels, read_manifest
 from .label import Regraded
 from .store import COSTS
 
-__all__ = ["stats_of", "told", "told_regraded", "told_stopped"]
-
 _SHOWN_ERRORS = 3
 
 

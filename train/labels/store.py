@@ -35,8 +35,6 @@ from .folder import (
     shards_of,
 )
 
-__all__ = ["COSTS", "Chunk", "LabelStore", "Lost"]
-
 _KEY = ("problem_id", "sample_index")
 
 COSTS = (
@@ -78,15 +76,6 @@ class Chunk:
         """Problem id and sample index of each trace."""
         rows = {(row["problem_id"], row["sample_index"]) for row in self.rows}
         return rows | {lost[:2] for lost in (*self.dropped, *self.failed)}
-
-    def plus(self, other: Chunk) -> Chunk:
-        """Both as one."""
-        return Chunk(
-            self.rows + other.rows,
-            self.dropped + other.dropped,
-            self.failed + other.failed,
-            self.costs + other.costs,
-        )
 
 
 class LabelStore:
@@ -225,7 +214,11 @@ class LabelStore:
             if not (self.path / shard.view).exists():
                 rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
                 _write_parquet(self.path / shard.view, rows.data.table)
-        self._write_manifest(finished=True, **_counts_of(whole))
+        grades = whole.column("forced_correct").combine_chunks().flatten()
+        capped = whole.column("ended").to_pylist().count("cap")
+        problems = len(whole.column("problem_id").unique())
+        counts = zip(_COUNTS, (problems, len(grades), grades.null_count, capped), strict=True)
+        self._write_manifest(finished=True, **dict(counts))
         return Dataset(whole)
 
     def _open(self, settings: LabelSettings) -> None:
@@ -325,15 +318,3 @@ def _write_parquet(file: Path, table: pa.Table) -> str:
     pq.write_table(table, buffer, write_page_checksum=True)
     replace_file(file, buffer.getvalue())
     return hashlib.sha256(buffer.getvalue()).hexdigest()
-
-
-def _counts_of(table: pa.Table) -> dict[str, int]:
-    """The counts of a finished run."""
-    grades = table.column("forced_correct").combine_chunks().flatten()
-    counts = (
-        len(table.column("problem_id").unique()),
-        len(grades),
-        grades.null_count,
-        table.column("ended").to_pylist().count("cap"),
-    )
-    return dict(zip(_COUNTS, counts, strict=True))

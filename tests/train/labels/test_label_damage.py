@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -166,16 +165,6 @@ def test_folders_of_version_2_are_read_and_continued(
         assert store.finish().to_list() == [*rows, {**rows[1], "problem_id": "new"}]
     costs = ("computed_tokens", "unique_tokens", "sampling_computed_tokens")
     assert {k: read_manifest(folder)[k] for k in costs} == {k: manifest[k] for k in costs}
-
-
-def test_the_thinkers_labels_are_read_and_hold_no_long_step(repo_dir: Path) -> None:
-    """They are continued by later runs; no step is longer than the format allows."""
-    for name, count in (("train", 150), ("validation", 100), ("gsm8k", 50)):
-        labels = load_labels(repo_dir / "benchmarks" / "thinker-labels" / name)
-        assert len(labels.traces) >= count
-        most = labels.settings.reasoning_format["step_tokens"]
-        for ends in labels.traces["step_ends"]:
-            assert max(b - a for a, b in itertools.pairwise([0, *ends])) <= most == 256
 
 
 def test_a_known_trace_costs_its_chunk_nothing_but_itself(

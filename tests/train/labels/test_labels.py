@@ -15,7 +15,7 @@ from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
-from ospruner.formats import DEEPSEEK_R1, QWEN3
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.features import validate_row
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
@@ -112,8 +112,6 @@ def test_other_settings_problems_files_and_runs_are_refused(
         run(tmp_path / "new", [problems[0], problems[0]])
     with pytest.raises(ValueError, match="problems is empty"):
         run(tmp_path / "new", [])
-    with pytest.raises(ValueError, match=r"settings\.reasoning_format is .*qwen3"):
-        run(folder, problems, dataclasses.replace(SETTINGS, reasoning_format=QWEN3.to_dict()))
 
 
 def test_every_keeps_the_last_step(
