@@ -96,7 +96,7 @@ def free_bytes(device: torch.device) -> int | None:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    free: int = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     limit = _CGROUP / "memory.max"  # a container's, of which psutil knows nothing
     if limit.is_file() and (text := limit.read_text("ascii").strip()) != "max":
         used = int((_CGROUP / "memory.current").read_text("ascii"))
