@@ -1,7 +1,7 @@
 """Draws the pictures of README and of these pages from the JSON files of results: `make docs`.
 
 Each picture is written twice, light and dark. A picture keeps a hash of the numbers that it shows:
-`tests/project/test_results.py` compares it with the files.
+`tests/project/test_site.py` compares it with the files.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -92,25 +92,6 @@ Columns = Generator[AppColumn, None, None]
 """One column, again and again while it grows; closing it ends its generation."""
 
 
-class Source(Protocol):
-    """Where texts come from: a policy in this process, or a server."""
-
-    policy: str  # its name
-    positions: int | None  # the longest text in tokens; None where that is not known
-    prices: tuple[float, float] | None  # lowest and highest that it takes; None: a fixed policy
-
-    def ask(self, question: Question, pruned: bool) -> Columns:
-        """A column, with the policy or without.
-
-        Raises:
-            ValueError: The question cannot be asked; says what to do.
-            ConnectionError: A server is gone; says what to do.
-        """
-
-    def answer_now(self) -> None:
-        """Ends the thinking of the pruned column that grows; nothing where none does."""
-
-
 def columns_html(plain: AppColumn, pruned: AppColumn) -> str:
     """The two columns with what was saved, as HTML; every text in it is escaped."""
     numbers = []
@@ -130,7 +111,13 @@ def columns_html(plain: AppColumn, pruned: AppColumn) -> str:
 
 
 class LocalSource:
-    """A policy with its base, loaded in this process, under its name on the page; see `Source`."""
+    """A policy with its base, loaded in this process.
+
+    Attributes:
+        policy: Its name on the page.
+        positions: The longest text in tokens; None where that is not known.
+        prices: Lowest and highest that it takes; None of a fixed policy.
+    """
 
     def __init__(self, model: OSPrunerForCausalLM, policy: str) -> None:
         self.model = model
@@ -142,7 +129,7 @@ class LocalSource:
         self.prices: tuple[float, float] | None = None if known is None else (0.0, known.high)
 
     def ask(self, question: Question, pruned: bool) -> Columns:
-        """See `Source.ask`.
+        """A column, with the policy or without.
 
         Raises:
             ValueError: The question is too long for the base, or a setting is out of range.
@@ -176,7 +163,7 @@ class LocalSource:
             thread.join()
 
     def answer_now(self) -> None:
-        """See `Source.answer_now`; it ends with the paragraph that is being written."""
+        """Ends the thinking of the pruned column that grows, with the paragraph in writing."""
         if self._running is not None:
             self._running.answers = True
 
@@ -257,7 +244,7 @@ class _Written(StoppingCriteria):
 
 
 class ServedSource:
-    """A server of `ospruner serve`; see `Source`.
+    """A server of `ospruner serve`, in the place of a `LocalSource`.
 
     Args:
         url: Its address, with or without `/v1`.
@@ -291,7 +278,7 @@ class ServedSource:
         self.positions: int | None = served.model_dump().get("max_model_len")
 
     def ask(self, question: Question, pruned: bool) -> Columns:
-        """See `Source.ask`.
+        """See `LocalSource.ask`.
 
         Raises:
             ValueError: The server refuses the request; it says why.
@@ -338,7 +325,7 @@ class ServedSource:
         yield AppColumn(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
 
     def answer_now(self) -> None:
-        """See `Source.answer_now`."""
+        """See `LocalSource.answer_now`."""
         self._told(f"answer/{self._asked}", self._client.post)
 
     def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
@@ -372,6 +359,10 @@ class ServedSource:
             f"{self.url} does not answer as a server of `ospruner serve` ({error}): start one with "
             "`ospruner serve POLICY --port 8000`, or name another with --url"
         )
+
+
+Source = LocalSource | ServedSource
+"""Where texts come from."""
 
 
 def _paragraphs(pieces: Sequence[tuple[int, str]], record: Mapping[str, Any]) -> list[Paragraph]:

@@ -97,18 +97,25 @@ def doctor(
     """Step 0: check a base before you begin; status 1 if something is wrong."""
     given = fields_of(context, PLAN)
     if plan:
-        from ospruner.doctor.plan import Workload, run_plan
+        from transformers import AutoConfig
+
+        from ospruner.doctor.plan import Workload, plan_for
 
         if subject is None:
             raise typer.BadParameter("--plan needs a base: ospruner doctor BASE --plan")
-        fine = run_plan(subject, revision, Workload(**given), console, json_file)
+        config = AutoConfig.from_pretrained(subject, revision=revision)
+        found: Any = plan_for(config, Workload(**given))
     else:
-        from ospruner.doctor.examination import run_doctor
+        from ospruner.doctor.examination import examine
+        from ospruner.formats import named
 
         if given:
             raise typer.BadParameter(f"{', '.join(given)}: fields of --plan; say that, too.")
-        fine = run_doctor(subject, revision, format_name, console, json_file)
-    if not fine:
+        chosen = None if format_name is None else named(format_name)
+        found = examine(subject, revision, chosen)
+    found.show(console)
+    _write(found.to_dict(), json_file)
+    if not found.fine:
         raise typer.Exit(1)
 
 

@@ -6,12 +6,10 @@ Reads configurations and tokenizers, no weights.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,7 +32,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.choosing import unsteady
-from ospruner.formats import check_blanks, guess, named
+from ospruner.formats import check_blanks, guess
 from ospruner.provenance import check_place
 
 from .description import boundary_ids, describe, faults
@@ -68,9 +66,14 @@ class Diagnosis:
         """What will not work (notes are no faults)."""
         return [one for found in self.sections.values() for one in found if one.level == "wrong"]
 
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.wrong
+
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
-        return {**asdict(self), "healthy": not self.wrong}
+        return {**asdict(self), "healthy": self.fine}
 
     def show(self, console: Console) -> None:
         """Prints the report, and how many things are wrong."""
@@ -114,25 +117,6 @@ def examine(
         found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
         _thinking(subject, revision, config, reasoning_format, report)
     return report
-
-
-def run_doctor(
-    subject: str | None,
-    revision: str | None,
-    format_name: str | None,
-    console: Console,
-    json_file: Path | None = None,
-) -> bool:
-    """`examine`, printed and written; whether nothing is wrong.
-
-    Raises:
-        ValueError: there is no format of that name (see `formats.named`).
-    """
-    report = examine(subject, revision, None if format_name is None else named(format_name))
-    report.show(console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    return not report.wrong
 
 
 def environment() -> Iterator[Finding]:
@@ -208,13 +192,12 @@ def _skeleton(
         layers = base.config.get_text_config().num_hidden_layers
         check_decoder(base)
         StoppingPolicy(base, min(2, layers))
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        value = f"{name}: {error}"
         advice = "choose another base: no policy can be made for this one"
-        found.append(Finding("architecture", f"{name}: {error}", "wrong", advice))
-        return config
-    except (TypeError, AttributeError, NotImplementedError) as error:  # of its own code, or of ours
-        value = f"{name}: its tail cannot be built: {type(error).__name__}: {error}"
-        advice = "choose another base; if transformers runs this one, report this line"
+        if not isinstance(error, ValueError):  # of its own code, or of ours
+            value = f"{name}: its tail cannot be built: {type(error).__name__}: {error}"
+            advice = "choose another base; if transformers runs this one, report this line"
         found.append(Finding("architecture", value, "wrong", advice))
         return config
     found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))

@@ -6,17 +6,15 @@ peaks of training with steps on tensors without storage.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig, DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_ospruner.configuration_ospruner import check_choice
@@ -91,25 +89,50 @@ class Plan:
     # as on most GPUs, this is what it costs.
     serving_weights_share: float
     notes: tuple[str, ...]  # what may stand in the way
+    workload: Workload
 
+    @property
+    def fine(self) -> bool:
+        """Whether labelling, training and serving each fit on a GPU in some way."""
+        training = min(self.training_peak_gib, self.training_cached_peak_gib)
+        fits = max(self.labelling_peak_gib, training) <= self.workload.gpu_gib
+        return fits and self.serving_kv_tokens >= self.workload.max_tokens
 
-def run_plan(
-    where: str, revision: str | None, work: Workload, console: Console, json_file: Path | None
-) -> bool:
-    """Plans and prints; whether labelling, training and serving each fit on a GPU in some way.
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready values."""
+        return asdict(self)
 
-    Raises:
-        ValueError: no policy can be made for this base.
-        OSError: there is no such base.
-    """
-    plan = plan_for(AutoConfig.from_pretrained(where, revision=revision), work)
-    _print(plan, work, console)
-    if json_file is not None:
-        content = {**asdict(plan), "workload": asdict(work)}
-        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    training = min(plan.training_peak_gib, plan.training_cached_peak_gib)
-    peak = max(plan.labelling_peak_gib, training)
-    return peak <= work.gpu_gib and plan.serving_kv_tokens >= work.max_tokens
+    def show(self, console: Console) -> None:
+        """Prints the plan, and what it was made for."""
+        work = self.workload
+
+        def gib(size: float, digits: int = 1) -> str:
+            return f"{size:.{digits}f} GiB"
+
+        table = Table("", "memory of a GPU", "hours", "disk")
+        policy = f"the policy {self.tail_parameters / 1e6:,.1f} M"
+        table.title = f"{self.base}: {self.parameters / 1e9:.1f} B parameters, {policy}"
+        peaks = [self.labelling_peak_gib, self.training_peak_gib, self.training_cached_peak_gib]
+        labelling, training, cached = map(gib, peaks)
+        disk = gib(self.labelling_disk_gib)
+        table.add_row("labelling", labelling, f"{self.labelling_hours:.0f}", disk)
+        table.add_row("training", training, f"{self.training_hours:.0f}", "")
+        table.add_row("training, --states", cached, "", gib(self.training_disk_gib, 0))
+        table.add_row("serving", f"{self.serving_kv_tokens:,} tokens of keys and values", "", "")
+        console.print(table)
+        console.print(
+            f"Serving {work.streams} streams, the policy adds {self.serving_weights_share:.1%} to "
+            "the weights that a step reads while it stops none."
+        )
+        console.print(
+            f"For {work.gpus} GPU(s) of {work.gpu_gib:g} GiB: {work.traces:,} traces of "
+            f"{work.mean_tokens:,} tokens (the longest {work.max_tokens:,}), a step every "
+            f"{work.step_tokens}; {work.streams} streams that write "
+            f"{work.label_tokens_per_second:,.0f} tokens/s together; {work.epochs} epochs at "
+            f"{work.tflops:g} TFLOP/s. The two speeds are assumptions: measure yours."
+        )
+        for note in self.notes:
+            console.print(Text("•", "yellow"), Text(note))
 
 
 def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
@@ -145,6 +168,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         serving_kv_tokens=max(0, int((room - _HALF * sizes.tail - _VLLM_GRAPHS) / (kv + tail_kv))),
         serving_weights_share=sizes.weights_share(),
         notes=tuple(_notes(sizes, work, streams)),
+        workload=work,
     )
 
 
@@ -301,35 +325,3 @@ def _notes(sizes: _Sizes, work: Workload, streams: int) -> list[str]:
     if streams < work.streams:
         notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
     return notes
-
-
-def _print(plan: Plan, work: Workload, console: Console) -> None:
-    """Prints a plan, and what it was made for."""
-
-    def gib(size: float, digits: int = 1) -> str:
-        return f"{size:.{digits}f} GiB"
-
-    table = Table("", "memory of a GPU", "hours", "disk")
-    policy = f"the policy {plan.tail_parameters / 1e6:,.1f} M"
-    table.title = f"{plan.base}: {plan.parameters / 1e9:.1f} B parameters, {policy}"
-    peaks = [plan.labelling_peak_gib, plan.training_peak_gib, plan.training_cached_peak_gib]
-    labelling, training, cached = map(gib, peaks)
-    disk = gib(plan.labelling_disk_gib)
-    table.add_row("labelling", labelling, f"{plan.labelling_hours:.0f}", disk)
-    table.add_row("training", training, f"{plan.training_hours:.0f}", "")
-    table.add_row("training, --states", cached, "", gib(plan.training_disk_gib, 0))
-    table.add_row("serving", f"{plan.serving_kv_tokens:,} tokens of keys and values", "", "")
-    console.print(table)
-    console.print(
-        f"Serving {work.streams} streams, the policy adds {plan.serving_weights_share:.1%} to the "
-        "weights that a step reads while it stops none."
-    )
-    console.print(
-        f"For {work.gpus} GPU(s) of {work.gpu_gib:g} GiB: {work.traces:,} traces of "
-        f"{work.mean_tokens:,} tokens (the longest {work.max_tokens:,}), a step every "
-        f"{work.step_tokens}; {work.streams} streams that write "
-        f"{work.label_tokens_per_second:,.0f} tokens/s together; {work.epochs} epochs at "
-        f"{work.tflops:g} TFLOP/s. The two speeds are assumptions: measure yours."
-    )
-    for note in plan.notes:
-        console.print(Text("•", "yellow"), Text(note))

@@ -117,7 +117,7 @@ class TokenCount:
 
     computed: int = 0  # that entered the model's forward, padding apart
     padding: int = 0  # that entered it beside them
-    unique: int = 0  # that cannot be shared in a call, see `UniqueTokens`
+    unique: int = 0  # that cannot be shared in a call, see `Call`
 
 
 AnswerStop = BoxState | MarkerState

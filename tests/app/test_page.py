@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ospruner.app.columns import Columns, LocalSource, Question
+from ospruner.app.columns import Columns, LocalSource, Question, ServedSource
 from ospruner.app.web import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
@@ -18,19 +18,17 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
 
-class Gone:
+class Gone(ServedSource):
     """A source whose server went away, of a policy of every price."""
 
-    policy = "org/policy"
-    positions: int | None = 512
-    prices: tuple[float, float] | None = (0.0, 1e-3)
+    prices = (0.0, 1e-3)
+
+    def __init__(self) -> None:
+        self.policy, self.positions = "org/policy", 512
 
     def ask(self, question: Question, pruned: bool) -> Columns:
         raise ConnectionError(f"the server is gone: start it again; {question.stop_policy}")
         yield
-
-    def answer_now(self) -> None:
-        raise AssertionError("nobody asks")
 
 
 @pytest.fixture(scope="module")

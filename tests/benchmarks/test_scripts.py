@@ -5,6 +5,10 @@ import importlib.util
 import io
 import json
 import math
+import os
+import runpy
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +35,42 @@ from ospruner.scoring import stop_logits
 from ospruner.train.untrained import untrained
 
 from ..own_process import needs_vllm
-from .conftest import RunScript
+
+RunScript = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def run_script(
+    repo_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> RunScript:
+    """Runs a benchmark: the numbers of its last line, and all it printed."""
+
+    def run(name: str, *arguments: str, here: bool = True) -> tuple[dict[str, Any], str]:
+        script, file = repo_dir / "benchmarks" / name, tmp_path / "result.json"
+        command = [str(script), *arguments, "--json", str(file)]
+        if here:
+            monkeypatch.syspath_prepend(script.parent)
+            monkeypatch.setattr(sys, "argv", command)
+            runpy.run_path(str(script), run_name="__main__")
+            printed = capsys.readouterr().out
+        else:
+            done = subprocess.run(
+                [sys.executable, *command],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            printed = done.stdout
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        assert found == json.loads(file.read_text("utf-8"))
+        return found, printed
+
+    return run
 
 
 def test_generate(run_script: RunScript) -> None:
@@ -151,6 +190,35 @@ def test_a_hybrid_begins_near_the_reasoner_and_its_policies_add_or_not(
         base_would_say = made.policy.head(hidden)[..., 0]
         added = torch.allclose(stop_logits(made, ids), base_would_say, atol=1e-3)
         assert added == (form == script.COPIES), form
+
+
+@pytest.fixture(scope="module")
+def study(load_script: Callable[[str], ModuleType]) -> Any:
+    """Of stops that are right more often than the full trace."""
+    return load_script("benchmarks/above_full.py")
+
+
+def test_votes_take_the_most_frequent_of_the_last_answers(study: Any) -> None:
+    answers, grades = ["4", "5", "5", "7", "7"], [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert study.voted(answers, grades, 1) == 0.0
+    assert study.voted(answers, grades, 3) == 0.0
+    assert study.voted(answers, grades, 4) == 0.0, "of equals the latest"
+    assert study.voted(["5", "5", "7"], [1.0, 1.0, 0.0], 10**6) == 1.0
+    assert study.voted(["5"], [1.0], 3) == 1.0
+
+
+def test_gains_are_told_beside_what_chance_gives(study: Any) -> None:
+    """Rules without skill exceed what is called chance in one of forty."""
+    draw, problems = np.random.default_rng(0), np.arange(400)
+    changed = draw.random((500, 1, 400)) < 0.2
+    gains = 100.0 * changed * draw.choice([-1, 1], changed.shape)
+    found = [study.told(one, problems) for one in gains[:2]]
+    means = gains.mean(axis=(1, 2))
+    for one, own in zip(found, gains, strict=False):
+        assert one["gain"] == pytest.approx(own.mean())
+        assert one["better"] - one["worse"] == pytest.approx(one["gain"])
+        assert one["low"] < one["gain"] < one["high"]
+        assert 0.01 < (means > one["by_chance"]).mean() < 0.045
 
 
 @pytest.mark.slow

@@ -167,9 +167,6 @@ def test_the_command_names_size_folder_and_seed(
     monkeypatch.setattr("ospruner.demo.demo.run_demo", lambda *said: asked.extend(said))
     assert CliRunner().invoke(app, ["demo", *options.split(), "--seed", "3"]).exit_code == 0
     assert asked[:3] == [Path("runs/demo" + options[1:]), size, 3]
-    result = CliRunner().invoke(app, ["demo", "--quick", "--full"])
-    assert result.exit_code == 2
-    assert "exclude each other" in result.output
 
 
 def test_claims_are_of_the_chosen_rows() -> None:

@@ -124,8 +124,6 @@ def test_sinks_cost_no_scores_and_packed_experts_stay() -> None:
     assert "has no sdpa attention: eager holds 23 GiB" in " ".join(held.notes)
 
 
-def test_workloads_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gpu_gib is nan; it must be a finite number above 0"):
-        Workload(gpu_gib=float("nan"))
+def test_a_longest_trace_below_the_mean_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_tokens is 10, below mean_tokens \(5000\)"):
         Workload(max_tokens=10)

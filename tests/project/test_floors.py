@@ -1,9 +1,10 @@
 """Imports go down the floors, no circle anywhere, and the uploaded files load from the Hub.
 
-A file may import its own floor and lower ones.
+A file may import its own floor and lower ones; docs/architecture.md says which room is on which.
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,26 +15,6 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 
-# The longest matching name decides. The fifth, ospruner.cli and what stands beside it, sees all.
-FLOORS = {
-    "ospruner": 5,
-    "modeling_ospruner": 1,
-    "ospruner.durable": 1,
-    "ospruner.optional": 1,
-    "ospruner.progress": 1,
-    "ospruner.workers": 1,
-    "ospruner.bases": 2,
-    "ospruner.formats": 2,
-    "ospruner.logits": 2,
-    "ospruner.scoring": 2,
-    "ospruner.engines": 2,
-    "ospruner.rules": 2,
-    "ospruner.serving": 2,
-    "ospruner.provenance": 2,
-    "ospruner.eval": 3,
-    "ospruner.train.labels": 3,
-    "ospruner.train": 4,
-}
 MAPPED = ("train", "eval", "hub_cards")  # folders installed as ospruner.<folder>
 FLAT_THIRD_PARTY = {"torch", "transformers", "safetensors"}
 FLAT_SUFFIX = "_ospruner.py"  # of the files that are uploaded beside the weights
@@ -49,8 +30,18 @@ def module_name(path: PurePosixPath) -> str:
     return ".".join(parts)
 
 
+def rooms() -> dict[str, int]:
+    """The floor of each room, by its installed name."""
+    text = (REPO / "docs/architecture.md").read_text("utf-8")
+    drawn = re.findall(r"^\| (\d+) \| `([\w/.]+)`", text, re.MULTILINE)
+    return {module_name(PurePosixPath(room)): int(floor) for floor, room in drawn}
+
+
+FLOORS = rooms()
+
+
 def floor_of(module: str) -> int | None:
-    """The floor of a module of ours, None for code of others."""
+    """The floor of a module of ours, by the longest name that fits; None for code of others."""
     fits = [name for name in FLOORS if module == name or module.startswith(name + ".")]
     return FLOORS[max(fits, key=len)] if fits else None
 
@@ -121,6 +112,13 @@ def trees(*tops: str) -> dict[PurePosixPath, ast.AST]:
 
 PACKAGES = trees("modeling_ospruner", "ospruner", *MAPPED)
 FLAT = {path.stem for path in PACKAGES if path.name.endswith(FLAT_SUFFIX)}
+
+
+def test_the_map_is_of_rooms_that_exist_and_of_every_uploaded_file() -> None:
+    modules = {module_name(path) for path in PACKAGES}
+    assert [room for room in FLOORS if not any(one.startswith(room) for one in modules)] == []
+    text = (REPO / "docs/architecture.md").read_text("utf-8")
+    assert set(re.findall(r"^\| `(\w+)\.py` \|", text, re.MULTILINE)) == FLAT
 
 
 def test_every_file_keeps_the_floors() -> None:

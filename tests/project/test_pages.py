@@ -1,6 +1,5 @@
 """Every page of the repository: links lead somewhere, commands exist and have their options."""
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -124,22 +123,3 @@ def test_make_targets_that_pages_name_exist() -> None:
         texts = [*commands(page), *re.findall(r"`([^`]+)`", prose(page))]
         named = {one[1] for text in texts if (one := re.match(r"make ([a-z][\w-]*)", text))}
         assert named <= targets, page
-
-
-def test_the_map_has_every_room_on_its_floor() -> None:
-    """docs/architecture.md against the floors that are checked, and the uploaded files."""
-    tree = ast.parse((REPO / "tests/project/test_floors.py").read_text("utf-8"))
-    (floors,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
-    )
-    text = prose(REPO / "docs/architecture.md")
-    drawn = {}
-    for floor, room in re.findall(r"^\| (\d+) \| `([\w/.]+)`", text, re.MULTILINE):
-        parts = room.removesuffix(".py").strip("/").replace("/", ".")
-        mapped = parts.split(".")[0] in ("train", "eval", "hub_cards")
-        drawn[f"ospruner.{parts}" if mapped else parts] = int(floor)
-    assert drawn == floors
-    uploaded = {path.name for path in REPO.glob("modeling_ospruner/*_ospruner.py")}
-    assert set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)) == uploaded

@@ -1,4 +1,4 @@
-"""The site of `make docs` builds in strict mode and loads nothing; llms.txt says what pages say."""
+"""What docs/*.py make: the site, llms.txt, tables and pictures, which say what their files say."""
 
 import importlib.util
 import re
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,23 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert (tmp_path / "search/search_index.json").is_file()
     assert (tmp_path / "results/index.html").is_file()
     assert (tmp_path / "llms.txt").read_text("utf-8").startswith("# OS-Pruner\n")
+
+
+def test_every_number_is_what_its_files_give(load_script: Callable[[str], ModuleType]) -> None:
+    check: Any = load_script("docs/check_numbers.py")
+    assert [*check.pages(), *check.signals(check.DOCS)] == []
+    assert all("<!-- table: " in page.read_text("utf-8") for page in check.PAGES)
+
+
+def test_pictures_are_light_and_dark(load_script: Callable[[str], ModuleType]) -> None:
+    """They differ in colours alone, and a page shows them."""
+    pictures: Any = load_script("docs/pictures.py")
+    stems = {path.stem.removesuffix("-dark") for path in pictures.FOLDER.glob("*.svg")}
+    assert stems == set(pictures.PICTURES)
+    for name in pictures.PICTURES:
+        light = (pictures.FOLDER / f"{name}.svg").read_text("utf-8")
+        dark = (pictures.FOLDER / f"{name}-dark.svg").read_text("utf-8")
+        assert dark == pictures.darkened(light) != light
+        assert f"pictures/{name}-dark.svg" in "".join(
+            page.read_text("utf-8") for page in pictures.DOCS.glob("*.md")
+        )

@@ -65,12 +65,6 @@ def wheel(built: Path) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def sdist(built: Path) -> Path:
-    (found,) = built.glob("*.tar.gz")
-    return found
-
-
 def files_of(folder: Path) -> set[PurePosixPath]:
     return {
         PurePosixPath(file.relative_to(folder).as_posix())
@@ -91,12 +85,12 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_package_does_the_whole_job_in_an_empty_environment(
-    kind: str, repo_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, built: Path, repo_dir: Path, tmp_path: Path
 ) -> None:
     """Installs all that it depends on, by pip as it is configured, and runs the demo."""
-    package: Path = request.getfixturevalue(kind)
+    (package,) = built.glob(kind)
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"
     cwd = tmp_path / "empty"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # a dependency of accelerate
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -93,12 +94,10 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    information = Path("/proc/meminfo")
-    if device.type != "cpu" or not information.is_file():
+    if device.type != "cpu":
         return None
-    fields = dict(line.split(":") for line in information.read_text("ascii").splitlines())
-    free = 1024 * int(fields["MemAvailable"].split()[0])
-    limit = _CGROUP / "memory.max"  # a container's, of which /proc/meminfo knows nothing
+    free = int(psutil.virtual_memory().available)
+    limit = _CGROUP / "memory.max"  # a container's, of which psutil knows nothing
     if limit.is_file() and (text := limit.read_text("ascii").strip()) != "max":
         used = int((_CGROUP / "memory.current").read_text("ascii"))
         lines = (_CGROUP / "memory.stat").read_text("ascii").splitlines()
