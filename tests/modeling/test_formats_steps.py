@@ -100,7 +100,11 @@ def test_presets_are_pinned() -> None:
         "closing": "<|end|><|start|>assistant<|channel|>final<|message|>",
         "think_start": "<|channel|>analysis<|message|>",
     }
-    more = {"wind_down": "So:", "template_args": '{"thinking": true}', "step_tokens": 64}
+    more: dict[str, Any] = {
+        "wind_down": "So:",
+        "template_args": '{"thinking": true}',
+        "step_tokens": 64,
+    }
     further = replace(PLAIN, answer_phrase="The final answer is"), replace(QWEN3, **more)
     assert [one.to_dict() for one in further] == [
         PLAIN.to_dict() | {"answer_phrase": "The final answer is"},
@@ -274,7 +278,7 @@ def test_only_analysis_has_steps_and_ends_the_thinking(
         elif ended_after is None and channel == "final" and not called:
             ended_after, thinking_tokens = begin, header
         stream += ids_of("<|end|>", "<|start|>", "assistant")
-    state, found, ended_at = FORMAT.boundary_state(), [], None
+    state, found, ended_at = FORMAT.boundary_state(), list[int](), None
     for place, token in enumerate(stream):
         found += [place] * state.push(token)
         if state.ended and ended_at is None:

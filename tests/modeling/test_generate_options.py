@@ -167,11 +167,12 @@ def test_no_row_stops_or_ends_before_the_fewest_tokens(
 ) -> None:
     inputs, least, eos = inputs_for(model, 2), 40, model.generation_config.eos_token_id
     width = inputs["input_ids"].shape[1]
-    arguments: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "min_new_tokens": {"min_new_tokens": least},
         "min_length": {"min_length": width + least},
         "processor": {"logits_processor": [MinNewTokensLengthLogitsProcessor(width, least, eos)]},
-    }[how]
+    }
+    arguments = ways[how]
     run(model, inputs, stop_policy=ALWAYS)
     early = [record.thinking_tokens for record in model.last_stop]
     assert max(early) < least

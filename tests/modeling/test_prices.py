@@ -98,7 +98,7 @@ PROMISES: list[dict[str, Any]] = [
 ]
 OF_EVERY_PRICE = OSPrunerConfig(
     head="price",
-    price_range=RANGE,
+    price_range=list(RANGE),
     price=3e-4,
     calibrations=[{"confidence": 0.95} | one for one in PROMISES],
 )
