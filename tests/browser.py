@@ -23,12 +23,9 @@ class Browser:
         self._driver = subprocess.Popen(
             [driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        assert self._driver.stdout is not None
-        port = None
-        for line in self._driver.stdout:
-            if found := re.search(r"started successfully on port (\d+)", line):
-                port = found[1]
-                break
+        said: Any = self._driver.stdout
+        started = (re.search(r"started successfully on port (\d+)", line) for line in said)
+        port = next((found[1] for found in started if found), None)
         if port is None:
             raise RuntimeError("chromedriver did not start")
         self._address = f"http://127.0.0.1:{port}/session"

@@ -28,11 +28,12 @@ def make_result(
     kind: str = "rule",
 ) -> dict[str, Any]:
     """A row of a frame of results (`frame_of`)."""
+    aes, unknown = 1 - tokens / 200 + 3 * (accuracy - 0.6), Estimate(math.nan, math.nan, math.nan)
     numbers = {
         "accuracy": around(accuracy, 0.02),
         "tokens": around(tokens, 5),
         "reduction": around(1 - tokens / 200, 0.01),
-        "aes": around(1 - tokens / 200 + 3 * (accuracy - 0.6), 0.05),
+        "aes": around(aes, 0.05),
         "answer_tokens": around(6, 0.1),
         "helped": around(0.1, 0.01),
         "harmed": around(0.05, 0.01),
@@ -41,10 +42,7 @@ def make_result(
         "generated_tokens": around(tokens + 6, 5),
         "total_reduction": around(1 - tokens / 200, 0.01),
         "reward@1e-3": around(accuracy - 0.001 * tokens, 0.02),
-        **dict.fromkeys(
-            ("time_ratio", "tokens_per_second", "flops", "flops_ratio"),
-            Estimate(math.nan, math.nan, math.nan),
-        ),
+        **dict.fromkeys(("time_ratio", "tokens_per_second", "flops", "flops_ratio"), unknown),
     }
     columns = {key: x for name, one in numbers.items() for key, x in spread(name, one).items()}
     return columns | {

@@ -278,7 +278,7 @@ def test_only_analysis_has_steps_and_ends_the_thinking(
         elif ended_after is None and channel == "final" and not called:
             ended_after, thinking_tokens = begin, header
         stream += ids_of("<|end|>", "<|start|>", "assistant")
-    state, found, ended_at = FORMAT.boundary_state(), [], None
+    state, found, ended_at = FORMAT.boundary_state(), list[int](), None
     for place, token in enumerate(stream):
         found += [place] * state.push(token)
         if state.ended and ended_at is None:

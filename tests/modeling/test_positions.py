@@ -69,27 +69,26 @@ def test_texts_that_pass_a_dynamic_switch_are_refused(
 ) -> None:
     model = model_on("dynamic", tiny_tokenizer, SWITCH)
     prompt = torch.arange(20, 30)[None]
-    message = r"may reach 70 tokens, but .* \(rope_type 'dynamic'\) change from 64 tokens on"
-    with pytest.raises(ValueError, match=message):
-        model.generate(prompt, stop_policy=True, max_new_tokens=60)
-    long = torch.arange(20, 90)[None]
-    with pytest.raises(ValueError, match=message):
-        stop_logits(model, long)
+    for read in (
+        lambda: model.generate(prompt, stop_policy=True, max_new_tokens=60),
+        lambda: stop_logits(model, torch.arange(20, 90)[None]),
+    ):
+        said = r"may reach 70 tokens, but .* \(rope_type 'dynamic'\) change from 64 tokens on"
+        with pytest.raises(ValueError, match=said):
+            read()
     # Without the policy nothing is read.
     assert model.generate(prompt, stop_policy=False, max_new_tokens=60).shape[1] > 10
     base: Any = model.base
     generate_with_rule(base, tiny_tokenizer, Budget(5), prompt, max_new_tokens=60)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_longrope_within_the_positions_is_refused_at_construction(
-    tiny_tokenizer: PreTrainedTokenizerFast,
+    tiny_tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    for one in ("llama", "phi3"):
-        base = base_of("longrope", tiny_tokenizer, 4 * SWITCH, one)
-        name = type(base).__name__
-        message = f"{name} cannot be a base: with rope_type 'longrope' .* passes 64 tokens"
-        with pytest.raises(ValueError, match=message):
-            fresh_layers(base, 2, tuning="layers")
+    base = base_of("longrope", tiny_tokenizer, 4 * SWITCH, name)
+    with pytest.raises(ValueError, match="a base: with rope_type 'longrope' .* passes 64 tokens"):
+        fresh_layers(base, 2, tuning="layers")
 
 
 def test_an_unknown_switch_is_found_by_trying(
