@@ -42,6 +42,7 @@ from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import set_trainable, untrained
 
+from ..families import COMMON
 from ..label_rows import label_row
 from .conftest import MakeLabels
 
@@ -142,16 +143,7 @@ def refuse_math(
     assert flash or efficient, (dtype, query.shape, key.shape, attn_mask is not None, enable_gqa)
 
 
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
+TINY = {**COMMON, "initializer_range": 0.3, "pad_token_id": None}
 BASE_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},

@@ -14,19 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ospruner.train.sinks import sinks_as_keys, takes_sinks_as_keys
 
+from ..families import COMMON
+
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 16,
+    **COMMON,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "vocab_size": 64,
+    "max_position_embeddings": 512,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
     "initializer_range": 0.3,
     "pad_token_id": None,
-    "bos_token_id": None,
     "eos_token_id": None,
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
