@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
@@ -215,6 +220,43 @@ def fit(make_trainer: MakeTrainer) -> Fit:
         return trainer.policies
 
     return run
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, and remembers the most.
+
+    As torch.distributed._tools.mem_tracker, whose hooks do not take a base without gradients.
+
+    Args:
+        tensors: those that are there already.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=weakref.ref)
+        for tensor in tensors:
+            self._take(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._take, out)
+        return out
+
+    def _take(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
 
 
 def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:

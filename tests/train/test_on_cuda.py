@@ -6,8 +6,6 @@ shapes but no storage.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +22,6 @@ from torch.backends.cuda import (
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerConfig
@@ -44,46 +39,9 @@ from ospruner.train.untrained import set_trainable, untrained
 
 from ..families import COMMON
 from ..label_rows import label_row
-from .conftest import MakeLabels
+from .conftest import Held, MakeLabels
 
 BASES = Path(__file__).parents[1] / "bases"
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, and remembers the most.
-
-    As torch.distributed._tools.mem_tracker, whose hooks do not take a base without gradients.
-
-    Args:
-        tensors: those that are there already.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=weakref.ref)
-        for tensor in tensors:
-            self._take(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._take, out)
-        return out
-
-    def _take(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known[storage] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.now -= size
 
 
 class OnlyFused(TorchFunctionMode):
