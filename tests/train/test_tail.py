@@ -45,7 +45,8 @@ def make_model(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeModel:
 
     def make(kind: str = "qwen2", tuning: str = "layers", n: int = 2) -> Any:
         model = random_policy(make_base(kind, tiny_tokenizer), tiny_tokenizer, n, tuning, std=1.0)
-        with torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)  # whatever tests ran before
             for parameter in model.policy.layers.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         return model
