@@ -64,10 +64,6 @@ class Verifier:
     config: OSPrunerConfig
     traces_of: tuple[str, str | None]
 
-    def __post_init__(self) -> None:
-        self.base.requires_grad_(False).eval()
-        self.policy.eval()
-
     @classmethod
     def untrained(
         cls, base: PreTrainedModel, settings: StopConfig, labelled: LabelSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,24 +13,34 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from typer.testing import CliRunner
 
+from ospruner.cli import app
 from ospruner.demo.problems import Split
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
+from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.config import StopConfig
 from ospruner.train.labels.features import FEATURES
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.loading import Labels
+from ospruner.train.labels.store import LabelStore
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
 from ..label_rows import label_row
 
 MakeLabels = Callable[..., Dataset]
+MakeTrainer = Callable[..., StopTrainer]
+Fit = Callable[..., list[SavedPolicy]]
 PRICE = 5e-3
 PRICES = [3e-2, 1e-2, PRICE]
 """Started at 1e-2, this problem collapses to "never stop", as the paper describes."""
@@ -60,6 +71,30 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Rows as a file of JSON lines; its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def command(*words: object) -> str:
+    """Runs `ospruner` in this process; what it prints, in one line."""
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+class BrokenOffError(Exception):
+    """The run is ended here."""
+
+
+def ending_at(step: int, seen: list[int] | None = None) -> Callable[..., None]:
+    """A progress that ends the run at a step of training, and keeps those before."""
+
+    def progress(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "train":
+            if seen is not None:
+                seen.append(done)
+            if done == step:
+                raise BrokenOffError
+
+    return progress
 
 
 @contextmanager
@@ -126,6 +161,20 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def labels(labelled: Path) -> Path:
+    """Those to train on."""
+    return labelled / "train"
+
+
+def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Changes the rows of a label folder in place."""
+    with LabelStore(folder, LabelSettings.from_dict(read_manifest(folder)["settings"])) as store:
+        store.rewrite(change)
+        store.finish()
+    (folder / PROVENANCE_FILE).unlink()
+
+
+@pytest.fixture
 def labels_of(tiny_base_dir: Path) -> Callable[[Dataset], Labels]:
     """Made-up traces as labels of the tiny base."""
     settings = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
@@ -139,7 +188,7 @@ def make_trainer(
     labels_of: Callable[[Dataset], Labels],
     make_labels: MakeLabels,
     tmp_path: Path,
-) -> Callable[..., StopTrainer]:
+) -> MakeTrainer:
     """A trainer on 64 made-up traces, unless told otherwise."""
 
     def make(
@@ -162,7 +211,7 @@ def quiet(phase: str, done: int, total: int, note: str = "") -> None:
 
 
 @pytest.fixture
-def fit(make_trainer: Callable[..., StopTrainer]) -> Callable[..., list[SavedPolicy]]:
+def fit(make_trainer: MakeTrainer) -> Fit:
     """Trains, and gives the policies."""
 
     def run(*arguments: Any, **named: Any) -> list[SavedPolicy]:
@@ -171,6 +220,43 @@ def fit(make_trainer: Callable[..., StopTrainer]) -> Callable[..., list[SavedPol
         return trainer.policies
 
     return run
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, and remembers the most.
+
+    As torch.distributed._tools.mem_tracker, whose hooks do not take a base without gradients.
+
+    Args:
+        tensors: those that are there already.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=weakref.ref)
+        for tensor in tensors:
+            self._take(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._take, out)
+        return out
+
+    def _take(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
 
 
 def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:

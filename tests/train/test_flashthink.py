@@ -41,12 +41,8 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
     short = SimpleNamespace(config=Qwen2Config(max_position_embeddings=20))
     with pytest.raises(ValueError, match=r"longer than the base's 20 positions .* a verifier with"):
         judged.refuse_beyond_positions(short)
-
-
-def test_a_verifier_with_a_chat_template_reads_inside_the_users_turn(
-    make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    judged = verifier_traces(make_labels(2), tiny_tokenizer, tiny_tokenizer)
+    # Where the verifier has a chat template, it reads inside the user's turn.
+    judged = verifier_traces(dataset, tiny_tokenizer, tiny_tokenizer)
     text = str(tiny_tokenizer.decode(judged.tokens[0]))
     assert text.startswith("<|user|>Another model is thinking")
     assert "<|assistant|>" not in text

@@ -21,14 +21,8 @@ from ospruner.train.label_sets import held_out_split, load_labelled_base
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.loading import load_labels, load_mix
-from ospruner.train.labels.store import LabelStore
 
-from .conftest import told_otherwise, trained_on
-
-
-@pytest.fixture(scope="module")
-def labels(labelled: Path) -> Path:
-    return labelled / "train"
+from .conftest import rewrite, told_otherwise, trained_on
 
 
 def test_held_out_problems_are_whole_and_seeded() -> None:
@@ -56,7 +50,6 @@ def test_labels_that_could_not_be_graded_are_refused(
     labels: Path, labelled: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(labelled / "test", tmp_path / "labels")
-    settings = LabelSettings.from_dict(read_manifest(folder)["settings"])
 
     def spoil(rows: list[dict[str, Any]]) -> None:
         """A third has no verdict because of the grader, the rest because of the model."""
@@ -65,9 +58,7 @@ def test_labels_that_could_not_be_graded_are_refused(
                 row["forced_correct"][step] = row["matches_final"][step] = None
                 row["ungraded_reasons"][step] = "no answer" if step % 3 else "unreadable"
 
-    with LabelStore(folder, settings) as writer:
-        writer.rewrite(spoil)
-    (folder / "provenance.json").unlink()
+    rewrite(folder, spoil)
     refused = r"3\d\.\d% of the \d+ forced answers could not be graded \(unreadable: \d+\), .*10.0%"
     with pytest.raises(ValueError, match=refused + ".*labels regrade"):
         trained_on(folder, tmp_path / "run")

@@ -6,8 +6,6 @@ shapes but no storage.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +22,6 @@ from torch.backends.cuda import (
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerConfig
@@ -42,47 +37,11 @@ from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import set_trainable, untrained
 
+from ..families import COMMON
 from ..label_rows import label_row
-from .conftest import MakeLabels
+from .conftest import Held, MakeLabels
 
 BASES = Path(__file__).parents[1] / "bases"
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, and remembers the most.
-
-    As torch.distributed._tools.mem_tracker, whose hooks do not take a base without gradients.
-
-    Args:
-        tensors: those that are there already.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=weakref.ref)
-        for tensor in tensors:
-            self._take(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._take, out)
-        return out
-
-    def _take(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known[storage] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.now -= size
 
 
 class OnlyFused(TorchFunctionMode):
@@ -142,16 +101,7 @@ def refuse_math(
     assert flash or efficient, (dtype, query.shape, key.shape, attn_mask is not None, enable_gqa)
 
 
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
+TINY = {**COMMON, "initializer_range": 0.3, "pad_token_id": None}
 BASE_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},

@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
-from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.calibrating import CAREFUL, SHARES, calibrate
-from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.measured import Predicted
@@ -42,7 +40,7 @@ from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.traces import predict_outputs
 from ospruner.train.untrained import untrained
 
-from .conftest import RANGE, MakeLabels, trained_on
+from .conftest import RANGE, MakeLabels, command, trained_on
 
 HOW: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
 TWOS: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS, 2.0)
@@ -93,12 +91,6 @@ def promises_of(policy: Path) -> list[dict[str, Any]]:
     return promises
 
 
-def told(*command: object) -> str:
-    done = CliRunner().invoke(app, [str(word) for word in command])
-    assert done.exit_code == 0, done.output
-    return " ".join(done.output.split())
-
-
 def test_one_replay_gives_the_frontier_from_one_pass(
     trained: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +101,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
         return predict_outputs(*arguments, **named)
 
     monkeypatch.setattr("ospruner.comparing.predict_outputs", counted)
-    told("compare", labels, trained / "run", "--out", tmp_path, "--prices", "all")
+    command("compare", labels, trained / "run", "--out", tmp_path, "--prices", "all")
     assert next(passes) == 1
     frame = Results.read(tmp_path / "results.json").frame
     rows = frame[frame["method"] == EVERY_PRICE]
@@ -149,7 +141,7 @@ def test_online_stops_at_the_prices_that_are_asked_for(
     trained: Path, labels: Path, tmp_path: Path
 ) -> None:
     asked = ("--limit", 3, "--samples", 2, "--prices", "0,1e-2")
-    told("compare", labels, trained / "run", "--online", "--out", tmp_path, *asked)
+    command("compare", labels, trained / "run", "--online", "--out", tmp_path, *asked)
     frame = Results.read(tmp_path / "results.json").frame
     rows = frame[frame["method"] == EVERY_PRICE]
     found = dict(zip(rows["parameter"], rows["tokens"], strict=True))
@@ -163,8 +155,8 @@ def test_promise_and_efforts_are_stored_told_and_kept(
 ) -> None:
     policy, numbers, key = policies[kind], tmp_path / "found.json", ("price", "threshold")[kind]
     policy_card(policy, name="x", license={"license": "mit"}).save(policy / "README.md")
-    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
-    said = told(*command, "--efforts", "low=.4,medium=0.8")
+    words = ("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    said = command(*words, "--efforts", "low=.4,medium=0.8")
     assert "keeps the promise of at most 30 points lost at 0.95 confidence" in said
     assert "reasoning_effort" in said
     found, efforts = json.loads(numbers.read_text()), OSPrunerConfig.from_pretrained(policy).efforts
@@ -222,8 +214,8 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(
     policies: tuple[Path, Path], labels: Path
 ) -> None:
     policy, fixed = policies
-    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.4, "--mode", "sample")
-    assert "(betting test)" in told(*command)
+    words = ("calibrate", policy, "--labels", labels, "--max-loss", 0.4, "--mode", "sample")
+    assert "(betting test)" in command(*words)
     (stored,) = promises_of(policy)
     assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
     # What was tested is replay's expectation over the draws.
@@ -281,21 +273,13 @@ def test_a_server_promises_by_its_defaults_alone() -> None:
         StopRequest({"stop_max_loss": 0.02})
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"threshold": 0.5},
-        {"mode": "sample"},
-        {"rule": Budget(9)},
-        {"min_thinking_tokens": 4},
-        {"max_thinking_tokens": 9},
-        {"answer": "free"},
-        {"answer_do_sample": True},
-    ],
-)
-def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{next(iter(beside))}.* g"):
-        StopPolicyConfig(max_loss=0.02, **beside)
+def test_what_the_promise_does_not_cover_is_refused_beside_it() -> None:
+    chosen = {"threshold": 0.5, "mode": "sample", "rule": Budget(9)}
+    limits = {"min_thinking_tokens": 4, "max_thinking_tokens": 9}
+    answers = {"answer": "free", "answer_do_sample": True}
+    for name, value in (chosen | limits | answers).items():
+        with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{name}.* g"):
+            StopPolicyConfig(max_loss=0.02, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_loss is 0.02, but the policy promises"):
         StopPolicyConfig(max_loss=0.02).with_defaults(OSPrunerConfig())
 
@@ -332,8 +316,8 @@ def test_thresholds_at_price_0_are_more_careful_than_every_price(
     refused = calibrate(price, labels, 0.3)
     assert refused.value is None
     assert "0@.95 is price 0 from probability .95 on" in refused.told(0.3, 0.95)
-    command = ("calibrate", price, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
-    assert "0@0.9 keeps the promise" in told(*command, "--values", "0@.95,0@.9,0@.8,0,1e-3")
+    words = ("calibrate", price, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    assert "0@0.9 keeps the promise" in command(*words, "--values", "0@.95,0@.9,0@.8,0,1e-3")
     found = json.loads(numbers.read_text())
     assert [found[name] for name in ("value", "threshold", "loss")] == [0.0, 0.9, 0.0]
     (stored,) = promises_of(price)
@@ -355,9 +339,9 @@ def test_thresholds_at_price_0_are_more_careful_than_every_price(
 
 
 def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:
-    command = ("calibrate", "budget", "--labels", labels, "--max-loss", 0.3)
+    words = ("calibrate", "budget", "--labels", labels, "--max-loss", 0.3)
     values = ("--values", "900,400,200,100,20")
-    assert "00 keeps the promise of at most 30 points" in told(*command, *values)
+    assert "00 keeps the promise of at most 30 points" in command(*words, *values)
     with pytest.raises(ValueError, match="budget is a rule: give values to try"):
         calibrate(Budget, labels, 0.3)
     with pytest.raises(ValueError, match="a rule such as budget does not draw"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,21 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from ospruner.train.policies import SavedPolicy
-from ospruner.train.trainer import StopTrainer
 
 from ..own_process import ended, start
-from .conftest import PRICED, SETTINGS, SHORT, MakeLabels, files_for_a_group, log_of
+from .conftest import (
+    PRICED,
+    SETTINGS,
+    SHORT,
+    BrokenOffError,
+    Fit,
+    MakeLabels,
+    MakeTrainer,
+    ending_at,
+    files_for_a_group,
+    log_of,
+)
 
-Fit = Callable[..., list[SavedPolicy]]
 STAGES = SETTINGS | {
     "prices": [2e-2, 1e-2],
     "num_train_epochs": 2,
@@ -30,23 +38,6 @@ STAGES = SETTINGS | {
     "eval_strategy": "steps",
     "eval_steps": 4,
 }
-
-
-class BrokenOffError(Exception):
-    """The run is ended here."""
-
-
-def ending_at(step: int, seen: list[int] | None = None) -> Callable[..., None]:
-    """A progress that ends the run at a step."""
-
-    def progress(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "train":
-            if seen is not None:
-                seen.append(done)
-            if done == step:
-                raise BrokenOffError
-
-    return progress
 
 
 def same(one: SavedPolicy, other: SavedPolicy) -> bool:
@@ -134,7 +125,7 @@ def test_a_finished_run_is_returned_as_it_is_and_a_folder_of_another_refused(
         fit(SHORT, out=tmp_path / "file")
 
 
-def test_two_runs_do_not_write_one_folder(make_trainer: Callable[..., StopTrainer]) -> None:
+def test_two_runs_do_not_write_one_folder(make_trainer: MakeTrainer) -> None:
     second = make_trainer(SHORT)
     refused: list[int] = []
 

@@ -18,7 +18,7 @@ from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
 from ..own_process import ended, start
-from .conftest import log_of
+from .conftest import BrokenOffError, ending_at, log_of
 
 STAGES: dict[str, Any] = {
     "head": "fixed",
@@ -45,25 +45,12 @@ RUNS: dict[str, dict[str, Any]] = {
 EVER = 10_000
 
 
-class BreakOffError(Exception):
-    """The run is ended here."""
-
-
-@pytest.fixture(scope="module")
-def labels(labelled: Path) -> Path:
-    return labelled / "train"
-
-
 def train(
     labels: Path, out: Path, how: str, break_after: int = EVER, **more: Any
 ) -> list[SavedPolicy]:
     """Trains until it is done, or until so many steps are taken."""
-
-    def cut(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "train" and done > break_after:
-            raise BreakOffError
-
-    trainer = StopTrainer(StopConfig(str(out), **RUNS[how] | more), str(labels), progress=cut)
+    config, cut = StopConfig(str(out), **RUNS[how] | more), ending_at(break_after + 1)
+    trainer = StopTrainer(config, str(labels), progress=cut)
     trainer.train()
     return trainer.policies
 
@@ -84,7 +71,7 @@ def in_two(labels: Path, out: Path, how: str, break_after: int = EVER) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         parts: dict[str, Any] = {"micro_batch_tokens": 400, "states": f"{out}.states"}
         if break_after < EVER:
-            with pytest.raises(BreakOffError):
+            with pytest.raises(BrokenOffError):
                 train(labels, out, how, break_after, **parts)
             return
         policies = train(labels, out, how, **parts)
@@ -129,7 +116,7 @@ def test_one_number_of_processes_starts_and_another_ends(labels: Path, tmp_path:
     in_two(labels, tmp_path / "fewer", "layers", 4)
     train(labels, tmp_path / "fewer", "layers")
     same_curve(tmp_path / "fewer", tmp_path / "one", resumed=True)
-    with pytest.raises(BreakOffError):
+    with pytest.raises(BrokenOffError):
         train(labels, tmp_path / "more", "layers", break_after=3)
     in_two(labels, tmp_path / "more", "layers")
     same_curve(tmp_path / "more", tmp_path / "one", resumed=True)

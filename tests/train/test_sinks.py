@@ -8,25 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ospruner.train.sinks import sinks_as_keys, takes_sinks_as_keys
 
+from ..families import COMMON
+from .conftest import Held
+
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 16,
+    **COMMON,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "vocab_size": 64,
+    "max_position_embeddings": 512,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
     "initializer_range": 0.3,
     "pad_token_id": None,
-    "bos_token_id": None,
     "eos_token_id": None,
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -86,33 +83,17 @@ def test_states_and_gradients_are_those_of_eager_attention(
     assert decoder.config._attn_implementation == "eager"
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that is made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._take, out)
-        return out
-
-    def _take(self, tensor: Tensor) -> None:
-        self.numbers = max(self.numbers, tensor.numel())
-
-
 def test_no_tensor_grows_with_the_square_of_the_text() -> None:
     decoder = decoder_of("gpt_oss", torch.float32)
-    sizes = {}
+    peaks = {}
     for ours in (True, False):
         for tokens in (256, 512):
             ids = torch.zeros(1, tokens, dtype=torch.int64)
-            with Largest() as largest:
+            with Held(decoder.parameters()) as held:
                 states_and_gradients(decoder, ids, None, ours)
-            sizes[ours, tokens] = largest.numbers
-    assert sizes[True, 512] <= 2 * sizes[True, 256]
-    assert sizes[False, 512] >= 512 * 512 > sizes[True, 512]
+            peaks[ours, tokens] = held.peak
+    assert peaks[True, 512] <= 2 * peaks[True, 256]
+    assert peaks[False, 512] > 2 * peaks[True, 512]
 
 
 def test_bases_without_sinks_and_chosen_kernels_are_left_alone() -> None:

@@ -20,14 +20,13 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.scoring import stop_logits
-from ospruner.train.policies import SavedPolicy
 from ospruner.train.states import States
 from ospruner.train.tail import TrainedPolicy, no_denormals, step_outputs
 from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.untrained import untrained
 
 from ..families import make_base, random_policy
-from .conftest import RANGE, SETTINGS, MakeLabels
+from .conftest import RANGE, SETTINGS, Fit, MakeLabels
 
 ROWS: IntArray = np.arange(12)
 # granite scales what enters its first layer, which the policy puts back.
@@ -46,7 +45,8 @@ def make_model(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeModel:
 
     def make(kind: str = "qwen2", tuning: str = "layers", n: int = 2) -> Any:
         model = random_policy(make_base(kind, tiny_tokenizer), tiny_tokenizer, n, tuning, std=1.0)
-        with torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)  # whatever tests ran before
             for parameter in model.policy.layers.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         return model
@@ -209,7 +209,7 @@ HEAD = {"policy.head.weight", "policy.head.bias"}
 def test_it_trains_saves_loads_and_generates(
     changed: dict[str, Any],
     tuning: str,
-    fit: Callable[..., list[SavedPolicy]],
+    fit: Fit,
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
     make_labels: MakeLabels,

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.formats import guess
 
+from ..families import COMMON
+
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -39,12 +41,8 @@ def base(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     plain.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = Qwen2Config(
+        **COMMON | {"intermediate_size": 64, "num_hidden_layers": 2},
         vocab_size=len(plain) + 8,  # as Qwen's: more rows than the tokenizer has ids
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         tie_word_embeddings=True,
         eos_token_id=plain.eos_token_id,
         initializer_range=0.3,

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 
 from ..pages import blocks, commands
-from .conftest import write_rows
+from .conftest import command, write_rows
 
 SMALL = {
     "--prices r1": "--prices 5e-4,5e-5",
@@ -48,9 +46,7 @@ def test_every_command_of_training(
         arguments += ["--batch-size", "8", "--limit", "14"]
         if "--num-train-epochs" not in arguments:
             arguments += ["--num-train-epochs", "2"]
-        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-        assert result.exit_code == 0, f"{line}\n{result.output}"
-        done.append(result.output)
+        done.append(command(*arguments))
     assert len(done) == len(lines) - 1  # one of them is a script
     assert all("On the validation traces" in output for output in done)
     assert (tmp_path / "runs" / "annealed" / "price5e-5" / "model.safetensors").is_file()
@@ -71,8 +67,7 @@ def test_commands_of_labels_on_the_reasoner_and_its_python_lines(
         if arguments[0] == "label":  # the page's 60 traces would take a minute
             arguments[arguments.index("--limit") + 1] = "4"
             arguments[arguments.index("--max-thinking-tokens") + 1] = "300"
-        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
+        command(*arguments)
         ran += 1
     assert ran == 2
     names: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,18 @@ from ospruner.train.policies import SavedPolicy, warning_about
 from ospruner.train.traces import predict_outputs
 from ospruner.train.trainer import StopTrainer
 
-from .conftest import PRICE, PRICED, PROBE, RANGE, SETTINGS, SHORT, MakeLabels, log_of
-
-Fit = Callable[..., list[SavedPolicy]]
-MakeTrainer = Callable[..., StopTrainer]
+from .conftest import (
+    PRICE,
+    PRICED,
+    PROBE,
+    RANGE,
+    SETTINGS,
+    SHORT,
+    Fit,
+    MakeLabels,
+    MakeTrainer,
+    log_of,
+)
 
 
 def reward(outcome: Outcome, price: float) -> float:

@@ -74,7 +74,10 @@ def load_splits(source: str | Path) -> DatasetDict:
     return DatasetDict(splits)
 
 
-def split_by_text(labels: Labels, shares: Mapping[str, float] | None = None) -> dict[str, Labels]:
+_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+
+
+def split_by_text(labels: Labels, shares: Mapping[str, float] = _SHARES) -> dict[str, Labels]:
     """Labels by problem on sides; a problem that has several ids is where the first of them is.
 
     Args:
@@ -85,7 +88,7 @@ def split_by_text(labels: Labels, shares: Mapping[str, float] | None = None) -> 
     ids = zip(traces["problem"], traces["problem_id"], strict=True)
     whose = [firsts.setdefault(text_key(text), name) for text, name in ids]
     sides, found = np.array([split_of(name, fractions=shares) for name in whose]), {}
-    for side in shares or ("train", "validation", "test"):
+    for side in shares:
         if len(rows := np.flatnonzero(sides == side)):
             hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
             found[side] = _told(replace(labels, traces=traces.select(rows), data_hash=hashed))
@@ -240,22 +243,20 @@ def _named(traces: Dataset, name: str) -> Dataset:
     return Dataset(table.set_column(table.column_names.index("problem_id"), "problem_id", ids))
 
 
-def split_of(problem_id: str, fractions: Mapping[str, float] | None = None) -> str:
+def split_of(problem_id: str, fractions: Mapping[str, float] = _SHARES) -> str:
     """The split a problem belongs to, by hash: stable when problems are added or reordered.
 
     Every trace of a problem falls in the same split.
 
     Args:
         problem_id: the problem.
-        fractions: share of each split, in order, summing to one; by default train .8,
-            validation .1, test .1.
+        fractions: share of each split, in order, summing to one.
     """
-    shares = {"train": 0.8, "validation": 0.1, "test": 0.1} if fractions is None else fractions
     digest = hashlib.blake2b(f"0\x00{problem_id}".encode(), digest_size=8).digest()
     u = int.from_bytes(digest, "big") / 2**64
     reached = 0.0
-    for name, share in shares.items():
+    for name, share in fractions.items():
         reached += share
         if u < reached:
             return name
-    return [name for name, share in shares.items() if share > 0][-1]  # sum just below one
+    return [name for name, share in fractions.items() if share > 0][-1]  # sum just below one

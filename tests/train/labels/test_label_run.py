@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2ForCausalLM
-from typer.testing import CliRunner
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.eval.problems.problem import text_key
@@ -29,7 +27,7 @@ from ospruner.train.labels.label import label
 from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
-from ..conftest import write_rows
+from ..conftest import command, write_rows
 
 LIMITS: dict[str, Any] = {
     "max_thinking_tokens": 40,
@@ -57,9 +55,7 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
         f"--samples 2 --max-thinking-tokens 40 --set columns=problem=q,answer=gold "
         f"--set exclude={excluded} --set max_answer_tokens=5 --set temperature=1 --set step_stride="
     )
-    result = CliRunner().invoke(app, f"{arguments}2", catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "1 problems were dropped as overlaps" in result.output
+    assert "1 problems were dropped as overlaps" in command(*f"{arguments}2".split())
     dataset, manifest = read_labels(out), read_manifest(out)
     keys = [text_key(f"What is {n} + 4?") for n in range(4)]
     assert dataset["problem_id"] == [keys[n] for n in (0, 0, 1, 1, 3, 3)]
@@ -69,9 +65,8 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     assert manifest["source"]["excluded"]["ids"] == [[keys[2], keys[2]]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
-    result = CliRunner().invoke(app, f"{arguments}1")
-    assert isinstance(result.exception, ValueError)
-    assert "other settings (step_stride: 1 here, 2 there)" in str(result.exception)
+    with pytest.raises(ValueError, match=r"other settings \(step_stride: 1 here, 2 there\)"):
+        command(*f"{arguments}1".split())
 
 
 def test_nothing_left_to_do_opens_no_engine(
@@ -140,10 +135,8 @@ TRACES: list[dict[str, Any]] = [
 
 def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Path) -> None:
     path, out = write_rows(tmp_path / "traces.jsonl", TRACES), tmp_path / "labels"
-    arguments = ["labels", "import", path, "--base", str(tiny_base_dir), "--out", str(out)]
-    arguments += ["--max-thinking-tokens", "30", "--set", "max_answer_tokens=4"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
+    how = ("--max-thinking-tokens", 30, "--set", "max_answer_tokens=4")
+    command("labels", "import", path, "--base", tiny_base_dir, "--out", out, *how)
     dataset = read_labels(out)
     assert dataset["problem_id"] == ["a", "a", "c"]  # one problem, whatever the ids say
     assert dataset["sample_index"] == [0, 1, 0]
@@ -268,9 +261,8 @@ def test_a_base_whose_template_closes_the_thinking_is_labelled_with_it(
     with pytest.raises(ValueError, match="'thinking_mode'] do not occur in the chat template"):
         label(base, problems, out=out, template_arg=("thinking_mode=1",), **LIMITS)
     given = [f"--set={k}={v}" for k, v in LIMITS.items() if k != "max_thinking_tokens"]
-    arguments = ["label", "--base", base, "--dataset", problems, "--out", str(out), *given]
-    arguments += ["--max-thinking-tokens", "40", "--template-arg", "enable_thinking=true"]
-    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    given += ["--max-thinking-tokens", "40", "--template-arg", "enable_thinking=true"]
+    command("label", "--base", base, "--dataset", problems, "--out", out, *given)
     labels = read_labels(out)
     pinned = read_manifest(out)["settings"]["reasoning_format"]
     assert pinned["template_args"] == '{"enable_thinking": true}'

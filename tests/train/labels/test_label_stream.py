@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +57,23 @@ class Scripted(AskingEngine):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
-        yield [_Script(self, number).ask for number in range(self.servers)]
+        yield [partial(self._ask, number) for number in range(self.servers)]
 
-
-class _Script:
-    def __init__(self, engine: Scripted, number: int) -> None:
-        self.engine, self.number = engine, number
-
-    async def ask(self, ask: Ask) -> Reply:
-        engine = self.engine
-        text = str(engine.tokenizer.decode(ask.prompt_ids))
+    async def _ask(self, server: int, ask: Ask) -> Reply:
+        text = str(self.tokenizer.decode(ask.prompt_ids))
         problem = int(text.partition("What is ")[2].partition(" + ")[0])
         kind = "fork" if ask.scored else "trace"
-        if not ask.scored and ask.prompt_ids[-1] == engine.think_end:
+        if not ask.scored and ask.prompt_ids[-1] == self.think_end:
             kind = "natural"
-        engine.log.append((kind, problem, self.number))
-        engine.watch(kind, problem)
+        self.log.append((kind, problem, server))
+        self.watch(kind, problem)
         steps = random.Random(problem).randrange(1, 12)
         said = {"trace": "So 1.\n\n" * steps, "natural": "7", "fork": f"{len(text) % 9}}}"}[kind]
-        ids = list(engine.tokenizer.encode(said, add_special_tokens=False))
+        ids = list(self.tokenizer.encode(said, add_special_tokens=False))
         for _ in ids:
             await asyncio.sleep(0)
         if kind != "fork":
-            return Reply([*ids, min(ask.end_ids - engine.eos_ids or ask.end_ids)], 0)
+            return Reply([*ids, min(ask.end_ids - self.eos_ids or ask.end_ids)], 0)
         return Reply(ids, 0, [-0.5] * len(ids), [[-1.0, -2.0]] * len(ids))
 
 

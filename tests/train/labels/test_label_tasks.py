@@ -12,33 +12,27 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.calibrating import calibrate
-from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import parse_task
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.labelling import grade_rows
-from ospruner.train.labels.store import LabelStore
 
-from ..conftest import trained_on, write_rows
+from ..conftest import command, rewrite, trained_on, write_rows
 
 
 def label(base: Path, rows: list[dict[str, Any]], out: Path, more: str) -> Dataset:
     path = write_rows(out.with_suffix(".jsonl"), rows)
     given = f"label --base {base} --dataset {path} --out {out} {more}"
-    given += " --max-thinking-tokens 40 --set temperature=1"
-    result = CliRunner().invoke(app, given, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    command(*given.split(), "--max-thinking-tokens", 40, "--set", "temperature=1")
     return read_labels(out)
 
 
@@ -77,10 +71,7 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
             row["forced_answers"][:half] = ["A"] * half
             row["ended"] = "natural"
 
-    with LabelStore(tmp_path / "quiz", settings) as folder:
-        folder.rewrite(knows_letters)
-        folder.finish()
-    (tmp_path / "quiz" / PROVENANCE_FILE).unlink()
+    rewrite(tmp_path / "quiz", knows_letters)
     regrade(tmp_path / "quiz")
     assert {row["forced_correct"][-1] for row in read_labels(tmp_path / "quiz")} == {1.0}
 
@@ -135,11 +126,7 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
             row["ended"] = "natural"
 
     for name in ("graded", "shares"):
-        known = LabelSettings.from_dict(read_manifest(tmp_path / name)["settings"])
-        with LabelStore(tmp_path / name, known) as folder:
-            folder.rewrite(ended)
-            folder.finish()
-        (tmp_path / name / PROVENANCE_FILE).unlink()
+        rewrite(tmp_path / name, ended)
     saved = trained_on(tmp_path / "shares", tmp_path / "policy", batch_size=2, held_out=3)
     policy = str(saved.path)
     expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu")

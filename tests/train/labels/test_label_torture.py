@@ -5,7 +5,7 @@ The run is a child process made by fork, so that it starts at once; the signals 
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
 import resource
 import shutil
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,32 @@ def die_at(moment: int) -> None:
     Path.replace = lambda path, to: step(lambda: rename(path, to))  # type: ignore[assignment, method-assign, return-value]
 
 
+def killed_at_each_moment(
+    work: Callable[[Path], object], root: Path, given: Path | None = None
+) -> Iterator[Path]:
+    """A folder for each moment at which the work was killed, and one in which it ended.
+
+    Args:
+        work: in a folder.
+        root: of these folders.
+        given: a copy of it is worked in.
+    """
+    for moment in itertools.count():
+        folder = root / f"{moment}"
+        if given is not None:
+            shutil.copytree(given, folder)
+
+        def dying(folder: Path = folder, moment: int = moment) -> None:
+            die_at(moment)
+            work(folder)
+
+        code = ended(start(dying))
+        yield folder
+        if code != 9:
+            assert code == 0
+            return
+
+
 def test_killed_at_each_moment_of_each_commit(
     make_labels: MakeLabels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuzzed: Fuzzed
 ) -> None:
@@ -166,10 +192,6 @@ def test_killed_at_each_moment_of_each_commit(
                     writer.commit(chunk)
             writer.finish()
 
-    def dying(folder: Path, moment: int) -> None:
-        die_at(moment)
-        work(folder)
-
     def state(folder: Path) -> tuple[Any, ...]:
         manifest = read_manifest(folder)
         counts = ("traces", "dropped", "failed", "computed_tokens", "finished", "steps")
@@ -177,10 +199,9 @@ def test_killed_at_each_moment_of_each_commit(
 
     work(tmp_path / "undisturbed")
     whole = state(tmp_path / "undisturbed")
-    seen, moment, code = set(), 0, 9
-    while code == 9:
-        folder = tmp_path / str(moment)
-        code = ended(start(functools.partial(dying, folder, moment)))
+    kills, seen = -1, set()
+    for folder in killed_at_each_moment(work, tmp_path):
+        kills += 1  # not in the last
         if (folder / "manifest.json").exists():
             found = list(committed(folder).values())
             assert found == whole[0][: len(found)]  # before it goes on: whole chunks, in order
@@ -188,11 +209,9 @@ def test_killed_at_each_moment_of_each_commit(
             seen.add(len(found))
         work(folder)
         assert state(folder) == whole
-        moment += 1
-    assert code == 0
     assert seen == {0, 2, 4}
-    fuzzed("label commits killed at each moment", kills=moment - 1, taken_up_again=moment - 1)
-    assert moment > 40
+    fuzzed("label commits killed at each moment", kills=kills, taken_up_again=kills)
+    assert kills > 39
 
 
 def test_grading_again_changes_all_or_nothing(
@@ -207,16 +226,7 @@ def test_grading_again_changes_all_or_nothing(
             writer.commit(Chunk(rows[first : first + 2]))
         writer.finish()
     seen: list[bool] = []
-    code = 9
-    while code == 9:
-        folder = tmp_path / str(len(seen))
-        shutil.copytree(tmp_path / "graded", folder)
-
-        def dying(folder: Path = folder, moment: int = len(seen)) -> None:
-            die_at(moment)
-            regrade(folder)
-
-        code = ended(start(dying))
+    for folder in killed_at_each_moment(regrade, tmp_path, tmp_path / "graded"):
         found = read_labels(folder).to_list()
         new = {grade is None for row in found for grade in row["forced_correct"]}
         assert len(new) == 1
@@ -224,7 +234,6 @@ def test_grading_again_changes_all_or_nothing(
         assert [row["trace_ids"] for row in found] == [row["trace_ids"] for row in rows]
         if len(seen) % 8 == 0:
             regrade(folder)
-    assert code == 0
     assert seen == sorted(seen)
     assert not seen[3]
     assert seen[-2]
