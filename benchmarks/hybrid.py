@@ -12,6 +12,7 @@ which what the layers between added is added (today's), these without it, and th
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,13 +31,15 @@ from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 import ospruner
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.demo.demo import LABELLING, SPLITS
-from ospruner.demo.examples import batches_by_length, draw_examples
-from ospruner.demo.fallible_reasoner import SECOND_CYCLE
-from ospruner.demo.recipe import Recipe, build_optimizers, learning_rate_factor, take_step
 from ospruner.demo.shipped import Reasoner, write_split
 from ospruner.durable import replace_file
 from ospruner.eval.table import FloatArray
 from ospruner.progress import PhaseBars, Progress
+
+sys.path.append(str(timing.HERE / "docs/examples/reasoner"))
+from examples import batches_by_length, draw_examples
+from fallible_reasoner import SECOND_CYCLE
+from recipe import Recipe, build_optimizers, learning_rate_factor, take_step
 
 KINDS = [f"{kind}_attention" for kind in ("full", "full", "full", "linear", "linear", "full")]
 NOTHING = "nothing between"

@@ -103,7 +103,7 @@ TINY_CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(load_script: Callable[[str], ModuleType]) -> PreTrainedTokenizerFast:
     r"""A byte-level BPE with Qwen2's split regex, in which "\n\n" and ".\n\n" are single tokens.
 
     `<think>` and `</think>` are one id each and, as in R1-Distill, not special (decoding keeps
@@ -112,8 +112,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    from ospruner.demo.recipe import bpe_tokenizer
-
+    bpe_tokenizer = load_script("docs/examples/reasoner/recipe.py").bpe_tokenizer
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     tokenizer = bpe_tokenizer(TINY_CORPUS * 2, 340, special, min_frequency=2)
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])

@@ -10,8 +10,8 @@ backwards below them. A stopped run goes on from its last checkpoint. BASE may b
 this made: then it is taught on, with its markers and its chat template as they are.
 
 The folder holds the merged model, a tokenizer with `<think>` and `</think>`, a chat template that
-opens the thinking, and `problems.jsonl`: hand that to `ospruner label --exclude`, so that no
-problem that was learnt is measured.
+opens the thinking, and `problems.jsonl`: hand that to `ospruner label --set exclude=FILE`, so that
+no problem that was learnt is measured.
 """
 
 from __future__ import annotations

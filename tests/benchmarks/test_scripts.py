@@ -24,8 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo import demo
-from ospruner.demo.examples import batches_by_length, draw_examples
-from ospruner.demo.fallible_reasoner import SECOND_CYCLE
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
@@ -176,8 +174,8 @@ def test_a_hybrid_begins_near_the_reasoner_and_its_policies_add_or_not(
     reasoner: Any = Reasoner()  # whose tokenizer is a fast one
     torch.manual_seed(0)
     hybrid = script.begun_as(reasoner.model).eval()
-    examples = draw_examples(reasoner.tokenizer, 8, "test", 7, True, SECOND_CYCLE)
-    batch = batches_by_length(examples, 4096, Random(0))[0]
+    examples = script.draw_examples(reasoner.tokenizer, 8, "test", 7, True, script.SECOND_CYCLE)
+    batch = script.batches_by_length(examples, 4096, Random(0))[0]
     fresh = AutoModelForCausalLM.from_config(hybrid.config)
     near, far = (script.divergence(one, reasoner.model, batch) for one in (hybrid, fresh))
     assert near < far / 2

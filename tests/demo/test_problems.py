@@ -1,9 +1,10 @@
+from collections.abc import Callable
 from itertools import islice
 from random import Random
+from types import ModuleType
 
 import pytest
 
-from ospruner.demo.fallible_reasoner import slip_rate, slipped
 from ospruner.demo.problems import FAMILIES, SPLIT_SHARES, apply, draw_problem, iterate_problems
 
 
@@ -45,9 +46,10 @@ def test_answers_follow_from_the_plan() -> None:
     assert families == set(FAMILIES)
 
 
-def test_a_slip_is_one_particular_wrong_value() -> None:
+def test_a_slip_is_one_particular_wrong_value(load_script: Callable[[str], ModuleType]) -> None:
+    writer = load_script("docs/examples/reasoner/fallible_reasoner.py")
     rng = Random(1)
     for _ in range(500):
         a, b, symbol = rng.randint(2, 99), rng.randint(2, 99), rng.choice("+-*/%")
-        assert slipped(a, symbol, b) != apply(a, symbol, b)
-        assert 0 < slip_rate(a, symbol, b) < 0.5
+        assert writer.slipped(a, symbol, b) != apply(a, symbol, b)
+        assert 0 < writer.slip_rate(a, symbol, b) < 0.5

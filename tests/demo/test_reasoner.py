@@ -3,12 +3,13 @@
 `pytest -s -m slow tests/demo/test_reasoner.py` prints them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from ospruner.demo.fallible_reasoner import BACKWARDS, RECHECKS
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
 from ospruner.engines.interface import ForkRequest
 from ospruner.eval.problems.task import Math
@@ -26,8 +27,11 @@ GATES = {
 
 
 @pytest.mark.slow
-def test_it_meets_every_gate(reasoner: Reasoner, tmp_path: Path) -> None:
+def test_it_meets_every_gate(
+    reasoner: Reasoner, load_script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     """On 1,000 problems that it never saw."""
+    writer = load_script("docs/examples/reasoner/fallible_reasoner.py")
     task, fmt = Math(), reasoner.token_format
     problems = {one.id: one for one in draw_split("validation", 1000, 1)}
     rows = reasoner.label([*problems.values()], tmp_path / "labels", 1).to_list()
@@ -46,7 +50,7 @@ def test_it_meets_every_gate(reasoner: Reasoner, tmp_path: Path) -> None:
             first.append(ends[right.index(1)] / ends[-1])
         spans = zip([0, *ends[:-1]], ends, strict=True)
         said = [str(reasoner.tokenizer.decode(row["trace_ids"][a:b])).strip() for a, b in spans]
-        checks = [i for i, text in enumerate(said) if text in (*RECHECKS, *BACKWARDS)]
+        checks = [i for i, text in enumerate(said) if text in (*writer.RECHECKS, *writer.BACKWARDS)]
         if checks and checks[0] and (change := (right[checks[0] - 1], right[-1])) in fixed:
             fixed[change] += 1
     full = np.mean([row["forced_correct"][-1] == 1 for row in rows])

@@ -1,5 +1,7 @@
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -7,38 +9,41 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.demo import recipe as recipe_module
-from ospruner.demo.examples import batches_by_length, draw_examples
-from ospruner.demo.fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE, Habits
-from ospruner.demo.recipe import Recipe, build_tokenizer, train_reasoner
 from ospruner.formats import DEEPSEEK_R1
-
-SHORT = Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(seed=0)
+def recipe(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """The script docs/examples/reasoner/recipe.py, with what it imports."""
+    return load_script("docs/examples/reasoner/recipe.py")
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_module, "CHUNK_EXAMPLES", 24)
-    monkeypatch.setattr(recipe_module, "build_tokenizer", lambda seed: tokenizer)
+@pytest.fixture(scope="module")
+def tokenizer(recipe: ModuleType) -> PreTrainedTokenizerFast:
+    made: PreTrainedTokenizerFast = recipe.build_tokenizer(seed=0)
+    return made
 
 
-def test_a_short_run_leaves_a_reasoner_that_fits_its_tokenizer(tmp_path: Path) -> None:
+def test_a_short_run_leaves_a_reasoner_that_fits_its_tokenizer(
+    recipe: ModuleType,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe, "CHUNK_EXAMPLES", 24)
+    monkeypatch.setattr(recipe, "build_tokenizer", lambda seed: tokenizer)
     told: list[tuple[str, int, int]] = []
-    train_reasoner(
-        tmp_path, SHORT, lambda phase, done, total, note="": told.append((phase, done, total))
+    short = recipe.Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
+    recipe.train_reasoner(
+        tmp_path, short, lambda phase, done, total, note="": told.append((phase, done, total))
     )
     assert told[-1] == ("tokens", 9_000, 9_000)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "reasoner")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reasoner")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "reasoner")
     assert model.dtype is torch.bfloat16
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    ids = torch.tensor([tokenizer.encode("24+17=41.")])
+    assert model.generation_config.eos_token_id == saved.eos_token_id
+    ids = torch.tensor([saved.encode("24+17=41.")])
     assert torch.isfinite(model(ids).logits).all()
 
 
@@ -51,12 +56,12 @@ def test_tokenizer_keeps_breaks_and_digits_whole(tokenizer: PreTrainedTokenizerF
     assert fmt.step_ends(ids) == [len(ids)]
 
 
-@pytest.mark.parametrize("habits", [FIRST_CYCLE, SECOND_CYCLE])
+@pytest.mark.parametrize("habits", ["FIRST_CYCLE", "SECOND_CYCLE"])
 def test_examples_mask_prompt_and_forced_text(
-    tokenizer: PreTrainedTokenizerFast, habits: Habits
+    recipe: ModuleType, tokenizer: PreTrainedTokenizerFast, habits: str
 ) -> None:
     fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-    examples = draw_examples(tokenizer, 60, "masks", 7, True, habits)
+    examples = recipe.draw_examples(tokenizer, 60, "masks", 7, True, vars(recipe)[habits])
     forced = natural = 0
     for example in examples:
         ids = example.ids.tolist()
@@ -73,9 +78,11 @@ def test_examples_mask_prompt_and_forced_text(
     assert natural > 10
 
 
-def test_batches_hold_every_example_once(tokenizer: PreTrainedTokenizerFast) -> None:
-    examples = draw_examples(tokenizer, 40, "batches", 5, True, FIRST_CYCLE)
-    batches = batches_by_length(examples, 1_024, Random(0))
+def test_batches_hold_every_example_once(
+    recipe: ModuleType, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    examples = recipe.draw_examples(tokenizer, 40, "batches", 5, True, recipe.FIRST_CYCLE)
+    batches = recipe.batches_by_length(examples, 1_024, Random(0))
     assert all(ids.shape[1] % 32 == 0 for ids, _ in batches)
     rows = [row[row != 0].tolist() for ids, _ in batches for row in ids if row.any()]
     wanted = [example.ids[example.ids != 0].tolist() for example in examples]

@@ -3,7 +3,9 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_ospruner import OSPrunerConfig
 from ospruner.demo import POLICY, REASONER
 from ospruner.demo.demo import STANDARD, run_demo
-from ospruner.demo.policy_recipe import FILES, ship
 from ospruner.demo.shipped import FORMAT, draw_split
 from ospruner.eval.metrics import CHOSEN_BY
 from ospruner.eval.problems.problem import user_message
@@ -25,9 +26,15 @@ from ospruner.provenance import read_provenance
 from ..chats import chat_batch
 
 
-def test_it_is_small_and_of_nobodys_machine() -> None:
+@pytest.fixture(scope="module")
+def recipe(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """The script docs/examples/reasoner/ship_policy.py."""
+    return load_script("docs/examples/reasoner/ship_policy.py")
+
+
+def test_it_is_small_and_of_nobodys_machine(recipe: ModuleType) -> None:
     sizes = {path.name: path.stat().st_size for path in POLICY.iterdir()}
-    assert set(sizes) == {*FILES, "README.md", "provenance.json"}
+    assert set(sizes) == {*recipe.FILES, "README.md", "provenance.json"}
     assert sum(sizes.values()) < 3_000_000
     config = json.loads((POLICY / "config.json").read_text())
     assert config["base_model_name_or_path"] == "../reasoner"
@@ -64,11 +71,11 @@ def test_it_stops_visibly_in_seconds() -> None:
 
 
 @pytest.mark.slow
-def test_its_recipe_makes_it_again(tmp_path: Path) -> None:
+def test_its_recipe_makes_it_again(recipe: ModuleType, tmp_path: Path) -> None:
     """Threads and processors add in other orders: it is of the same kind, not of the same bits."""
     run_demo(tmp_path, STANDARD, 0, Console(file=io.StringIO()))
-    made = ship(tmp_path)
-    assert {path.name for path in made.iterdir()} == {*FILES, "provenance.json"}
+    made = recipe.ship(tmp_path)
+    assert {path.name for path in made.iterdir()} == {*recipe.FILES, "provenance.json"}
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (made / name).read_bytes() == (POLICY / name).read_bytes()
     both = [json.loads((one / "config.json").read_text()) for one in (made, POLICY)]

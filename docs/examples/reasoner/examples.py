@@ -4,14 +4,13 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
+from fallible_reasoner import Habits, write_trace
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from ospruner.demo.problems import ToyProblem, draw_problem
 from ospruner.eval.problems.problem import user_message
 from ospruner.formats import DEEPSEEK_R1
-
-from .fallible_reasoner import Habits, write_trace
-from .problems import ToyProblem, draw_problem
 
 CUT_SHARE = 0.45
 """Share of examples cut at a random paragraph and followed by the forced answer."""

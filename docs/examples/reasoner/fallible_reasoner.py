@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from .problems import Step, ToyProblem, apply
+from ospruner.demo.problems import Step, ToyProblem, apply
 
 RECHECK_CARE = 0.5
 """Factor on the slip rates while rechecking."""

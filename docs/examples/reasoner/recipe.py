@@ -1,4 +1,4 @@
-"""The recipe of the embedded reasoner: `python -m ospruner.demo.recipe OUT`.
+"""The recipe of the embedded reasoner: `python docs/examples/reasoner/recipe.py OUT`.
 
 A Qwen2 of 1.3 M parameters, trained from scratch: Muon on the matrices, AdamW on the rest, chains
 that grow longer (curriculum), and two cycles of the learning rate, each ending in a linear decay:
@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 
 import torch
+from examples import batches_by_length, build_example, draw_examples, draw_training_problem
+from fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
 from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -25,9 +27,6 @@ from transformers import (
 )
 
 from ospruner.progress import PhaseBars, Progress
-
-from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
-from .fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
 
 VOCABULARY_SIZE = 640
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")

@@ -1,6 +1,6 @@
 """Makes the small policy that ships with the package, `ospruner.demo.POLICY`.
 
-`python -m ospruner.demo.policy_recipe RUN`, after `ospruner demo --out RUN`, writes into
+`python docs/examples/reasoner/ship_policy.py RUN`, after `ospruner demo --out RUN`, writes into
 `RUN/shipped` the policy that the demo trained, without this machine's paths. Its base is the
 reasoner in the folder beside it; its code is the installed package's.
 """
@@ -9,12 +9,11 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from ospruner.demo import REASONER
+from ospruner.demo.demo import size_and_seed, train_config
 from ospruner.eval.results import RESULTS_FILE
 from ospruner.hub_cards.staging import copy_files, empty_folder, scrubbed, write_json
 from ospruner.provenance import read_object, read_provenance, without_paths, write_provenance
-
-from . import REASONER
-from .demo import size_and_seed, train_config
 
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors", RESULTS_FILE),
