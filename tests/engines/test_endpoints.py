@@ -132,11 +132,8 @@ def test_letters_are_read_where_they_are_unlikely(
 def test_each_row_has_its_own_seed(
     servers: list[LocalServer], reasoner: Reasoner, traces: Traces
 ) -> None:
-    settings, fmt = (
-        SamplingSettings(temperature=0.6, max_new_tokens=4, seed=1),
-        reasoner.token_format,
-    )
-    seeds = []
+    settings = SamplingSettings(temperature=0.6, max_new_tokens=4, seed=1)
+    fmt, seeds = reasoner.token_format, []
     for name in ENGINES:
         engine = open_over(servers[:1], reasoner, name)
         engine.sample([traces.prompts[0]] * 2, settings, fmt, ["p0/0", "p0/1"])
@@ -212,7 +209,7 @@ SUFFIX = [3]
 class Fake(AskingEngine):
     """Servers that take a few turns of the loop, and answer a prompt with its length.
 
-    Each `dies_at` a request of its own, if any; `breaks_at` one of all another error is raised.
+    `dies_at` says at which of its requests one goes down, `breaks_at` which of all raises.
     """
 
     def __init__(

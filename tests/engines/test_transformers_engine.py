@@ -302,8 +302,6 @@ def test_bad_and_no_requests(tiny_base: Qwen2ForCausalLM, tiny: Tiny) -> None:
 
 COUNT = 23
 TOKENS = 4 * 2 * 2 * 8 * 4 * (58 + 64) * 1.25  # bytes of a row, as of the test of memory and rows
-
-
 Tokens = dict[str, tuple[Sampled, list[tuple[list[int], str]]]]
 
 

@@ -198,8 +198,8 @@ def base_of(
     kind: str, tokenizer: PreTrainedTokenizerFast, positions: int, name: str = "llama"
 ) -> PreTrainedModel:
     """A tiny base with a `rope_type`, and so many positions."""
-    more = {"original_max_position_embeddings": SWITCH} if name == "phi3" else {}
-    more |= {"rope_parameters": {"rope_theta": 10_000.0, **ROPES[kind]}}
+    more: dict[str, Any] = {"rope_parameters": {"rope_theta": 10_000.0, **ROPES[kind]}}
+    more |= {"original_max_position_embeddings": SWITCH} if name == "phi3" else {}
     return make_base(name, tokenizer, max_position_embeddings=positions, **more)
 
 
