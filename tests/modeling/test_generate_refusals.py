@@ -147,7 +147,8 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
 )
 def test_bases_of_a_rule(reasoner: Reasoner, change: Any, message: str) -> None:
     given, fmt = copy.deepcopy(reasoner.model), reasoner.token_format
-    base = change(given) or given
+    changed = change(given)
+    base = given if changed is None else changed
     with pytest.raises(ValueError, match=message):
         generate_with_rule(base, reasoner.tokenizer, Budget(5), PROMPT, token_format=fmt)
 
