@@ -29,10 +29,10 @@ def test_an_argument_without_name_or_value_or_given_twice_is_refused(text: str) 
 @pytest.mark.parametrize(
     ("cuda", "vllm", "device", "said"),
     [
-        (True, True, None, "vllm: a CUDA GPU and vLLM"),
-        (True, True, "cuda:1", r"transformers: a given device \(cuda:1\)"),
+        (True, True, None, "vllm: .*a CUDA GPU and vLLM"),
+        (True, True, "cuda:1", r"transformers: .*a given device \(cuda:1\)"),
         (True, False, None, "transformers: .*vLLM, .* is not installed"),
-        (False, True, None, "transformers: no CUDA GPU"),
+        (False, True, None, "transformers: .*no CUDA GPU"),
     ],
 )
 def test_the_default_engine(
