@@ -4,10 +4,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
@@ -20,45 +21,57 @@ from ospruner.engines.interface import (
     TraceDesk,
     TraceRequest,
 )
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import DEEPSEEK_R1
 
 from .. import families
 from ..chats import prompts_of
 
 GREEDY = SamplingSettings(temperature=0, max_new_tokens=800, max_answer_tokens=16)
-ANSWER_TOKENS = 16
-
-
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
 )
 ARCHITECTURES = ("qwen2", "gemma2", "lfm2")  # packed; sequential, with windows; recurrent
 
 
+@dataclass(frozen=True)
+class Tiny:
+    """The tiny tokenizer with its format; tiny bases and engines on them."""
+
+    tokenizer: PreTrainedTokenizerFast
+    fmt: TokenFormat
+
+    def base(self, name: str, ends: bool = False) -> Any:
+        """A tiny base, or one that ends its thinking after few or many tokens."""
+        base = families.make_base(name, self.tokenizer)
+        if ends:
+            output = base.get_output_embeddings()
+            assert isinstance(output, torch.nn.Linear)
+            output.weight = torch.nn.Parameter(output.weight.detach().clone())
+            output.weight.data[self.fmt.think_end_id] *= 2
+            output.weight.data[self.tokenizer.eos_token_id] *= 1.5
+        return base
+
+    def engine(self, base: Any, *sizes: int, **options: Any) -> TransformersEngine:
+        return TransformersEngine(base, self.tokenizer, *sizes, **options)
+
+    def fork(
+        self, engine: Engine, asked: Sequence[ForkRequest], most: int
+    ) -> list[list[ForkedAnswer]]:
+        """Forced answers of at most so many tokens."""
+        return engine.fork(asked, self.fmt.forced_suffix(), most, self.fmt.box_state)
+
+
 @pytest.fixture
-def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
-    return TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
-
-
-def make_base(
-    name: str, tokenizer: PreTrainedTokenizerFast, ends: TokenFormat | None = None
-) -> PreTrainedModel:
-    """A tiny base; with a format, one that ends its thinking after few or many tokens."""
-    base = families.make_base(name, tokenizer)
-    if ends is not None:
-        output = base.get_output_embeddings()
-        assert isinstance(output, torch.nn.Linear)
-        output.weight = torch.nn.Parameter(output.weight.detach().clone())
-        output.weight.data[ends.think_end_id] *= 2
-        output.weight.data[tokenizer.eos_token_id] *= 1.5
-    return base
+def tiny(tiny_tokenizer: PreTrainedTokenizerFast) -> Tiny:
+    return Tiny(tiny_tokenizer, TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer))
 
 
 def prompts(count: int) -> list[list[int]]:
     return [[5 + (7 * i + 3 * j) % 300 for j in range(3 + i % 5)] for i in range(count)]
 
 
-def requests(fmt: TokenFormat, count: int = 7) -> list[ForkRequest]:
+def requests(count: int = 7) -> list[ForkRequest]:
     """Traces of different lengths; some without a cut, one with a cut at 0, one cut twice."""
     made = []
     for i, prompt in enumerate(prompts(count)):
@@ -75,25 +88,16 @@ def cuts_of(trace: Sampled) -> list[int]:
 
 
 class Desk(TraceDesk):
-    """Gives traces within a window, and keeps what becomes of them.
+    """Gives traces, so many in flight, and keeps what becomes of them.
 
-    Args:
-        asked: prompts, or traces by their requests.
-        window: the most in flight.
-        moody: whether there is sometimes nothing to begin, for no reason.
+    A moody one has sometimes nothing to begin, for no reason.
     """
 
     def __init__(
-        self,
-        asked: Sequence[Sequence[int] | TraceRequest],
-        window: int = 10**6,
-        moody: bool = False,
+        self, asked: Sequence[TraceRequest], window: int = 10**6, moody: bool = False
     ) -> None:
         self.window, self.draws = window, random.Random(1) if moody else None
-        self.todo = [
-            one if isinstance(one, TraceRequest) else TraceRequest(one, f"row {n}")
-            for n, one in enumerate(asked)
-        ][::-1]
+        self.todo = [*reversed(asked)]
         self.in_flight: set[str] = set()
         self.sampling: set[str] = set()
         self.log: list[tuple[str, str, int]] = []  # what, of which trace, how many were sampled
@@ -130,6 +134,11 @@ class Desk(TraceDesk):
         self.log.append((what, request.key, len(self.sampling)))
 
 
+def rows(asked: Sequence[Sequence[int]]) -> list[TraceRequest]:
+    """Traces of prompts, to be sampled."""
+    return [TraceRequest(one, f"row {n}") for n, one in enumerate(asked)]
+
+
 @dataclass(frozen=True)
 class Traces:
     """Greedy traces of the embedded reasoner with their answers, by the transformers engine."""
@@ -164,7 +173,7 @@ def fork_all(
 ) -> list[list[ForkedAnswer]]:
     """Forced answers at every cut, as labels take them."""
     fmt = reasoner.token_format
-    return engine.fork(requests, fmt.forced_suffix(), ANSWER_TOKENS, fmt.box_state)
+    return engine.fork(requests, fmt.forced_suffix(), GREEDY.max_answer_tokens, fmt.box_state)
 
 
 def choose_all(

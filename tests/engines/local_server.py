@@ -60,9 +60,9 @@ class LocalServer(ServedApp):
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()
-        if (fault := await self._fault(body["prompt"])) is not None:
-            return fault
-        made = await self._run(body["prompt"], body["max_tokens"], body)
+        made = await self._made(body["prompt"], body["max_tokens"], body)
+        if isinstance(made, Response):
+            return made
         choice: dict[str, Any] = {"index": 0, "finish_reason": made.reason}
         if self.gives_ids and body.get("return_token_ids"):
             choice["token_ids"] = made.ids
@@ -77,35 +77,31 @@ class LocalServer(ServedApp):
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
-        if (fault := await self._fault(body["input_ids"])) is not None:
-            return fault
         sampling = body["sampling_params"]
-        made = await self._run(body["input_ids"], sampling["max_new_tokens"], sampling)
-        about: dict[str, Any] = {
-            "cached_tokens": 0,
-            "finish_reason": {"type": made.reason, "matched": made.matched},
-        }
+        made = await self._made(body["input_ids"], sampling["max_new_tokens"], sampling)
+        if isinstance(made, Response):
+            return made
+        finish = {"type": made.reason, "matched": made.matched}
+        about: dict[str, Any] = {"cached_tokens": 0, "finish_reason": finish}
         if body.get("return_logprob"):
-            about["output_token_logprobs"] = [
-                [v, i, None] for v, i in zip(made.logprobs, made.ids, strict=True)
-            ]
+            chosen = zip(made.logprobs, made.ids, strict=True)
+            about["output_token_logprobs"] = [[v, i, None] for v, i in chosen]
             about["output_top_logprobs"] = [[[v, i, None] for v, i in row] for row in made.top]
         if wanted := body.get("token_ids_logprob"):
-            about["output_token_ids_logprobs"] = [
-                [[row[i], i, None] for i in wanted] for row in made.all
-            ]
+            told = [[[row[i], i, None] for i in wanted] for row in made.all]
+            about["output_token_ids_logprobs"] = told
         return JSONResponse({"output_ids": made.ids, "meta_info": about})
 
-    async def _fault(self, prompt: list[int]) -> Response | None:
+    async def _made(
+        self, prompt: list[int], limit: int, sampling: dict[str, Any]
+    ) -> Generated | Response:
+        """What the model writes, or the next fault."""
         self.prompts.append(prompt)
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, int):
             return JSONResponse({"error": {"message": f"fault {fault}"}}, fault)
         if fault == "hang":
             await asyncio.sleep(30)
-        return None
-
-    async def _run(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
         self.seeds.append(sampling.get("seed", sampling.get("sampling_seed")))
         return await asyncio.to_thread(self._decode, prompt, limit, sampling)
 
@@ -113,17 +109,15 @@ class LocalServer(ServedApp):
     def _decode(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
         model, tokenizer = self.reasoner.model, self.reasoner.tokenizer
         allowed = sampling.get("allowed_token_ids") if self.knows_allowed else None
-        ends = set(sampling["stop_token_ids"])
-        stops = sampling.get("stop") or []
+        ends, stops = sampling["stop_token_ids"], sampling.get("stop") or []
         made, cache, feed = Generated(), DynamicCache(config=model.config), prompt
         with self._lock:
             while len(made.ids) < limit:
-                ids = torch.tensor([feed])
-                logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+                given = {"past_key_values": cache, "use_cache": True}
+                logits = model(torch.tensor([feed]), **given).logits[0, -1]
                 scores = logits.log_softmax(-1)
-                if sampling["temperature"] > 0:
-                    heat = (logits / sampling["temperature"]).softmax(-1)
-                    token = int(torch.multinomial(heat, 1))
+                if (heat := sampling["temperature"]) > 0:
+                    token = int(torch.multinomial((logits / heat).softmax(-1), 1))
                 else:
                     # What is allowed shapes the choice, not the log-probabilities.
                     token = max(allowed or range(len(scores)), key=scores.tolist().__getitem__)

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ospruner.engines.interface import SamplingSettings
@@ -20,7 +15,7 @@ from ospruner.engines.transformers import choosing, memory
 from ospruner.engines.transformers.batch import SlotLayer
 from ospruner.engines.transformers.choosing import choose
 
-from .conftest import make_base
+from .conftest import Tiny
 
 
 def test_choose_follows_the_warped_distribution() -> None:
@@ -53,7 +48,6 @@ def test_choose_follows_the_warped_distribution() -> None:
         SamplingSettings(temperature=1, top_p=1, top_k=3),
         SamplingSettings(temperature=0),
     ],
-    ids=["nucleus", "all", "both", "top-k", "greedy"],
 )
 def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings) -> None:
     torch.manual_seed(0)
@@ -82,7 +76,6 @@ def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings)
     [
         ("qwen3_moe", {"num_experts": 4}, r"\(qwen3_moe\) routes tokens to experts"),
         ("qwen3_5_text", {}, r"\(qwen3_5_text\) has recurrent states"),
-        ("falcon_h1", {}, r"\(falcon_h1\) has recurrent states"),
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, None),
         ("gemma2", {}, None),
     ],
@@ -105,12 +98,12 @@ def test_free_memory_of_this_machine() -> None:
     assert memory.free_bytes(torch.device("meta")) is None
 
 
-def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_grouped_attention_in_half_precision(tiny: Tiny) -> None:
     """No worse than sdpa, against float32."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50)))
     mask = torch.zeros(3, 1, 1, 50).masked_fill(torch.arange(50) < 9, -1e9)
-    layer = make_base("qwen2", tiny_tokenizer).get_decoder().layers[0].self_attn
+    layer = tiny.base("qwen2").get_decoder().layers[0].self_attn
     exact = sdpa_attention_forward(layer, q, k, v, mask)[0]
     q, k, v, mask = (states.bfloat16() for states in (q, k, v, mask))
     errors = [
@@ -128,10 +121,8 @@ def test_slots_on_several_devices() -> None:
             for one, rows_, columns in ((layer, 4, 9), (other, 2, 5)):
                 states = torch.zeros(rows_, 2, columns, 4, device=device)
                 one.update(states, states)
-            pieces = [
-                (layer, torch.tensor([3, 1, 0]), slice(2, 9)),
-                (other, torch.arange(2), slice(5)),
-            ]
+            some = torch.tensor([3, 1, 0])
+            pieces = [(layer, some, slice(2, 9)), (other, torch.arange(2), slice(5))]
             taken = SlotLayer.joined(pieces, 8)
             for buffer in taken.buffers:
                 assert (buffer.device, buffer.shape[:2]) == (device, (5, 2))

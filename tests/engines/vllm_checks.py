@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import TokenFormat
 from modeling_ospruner.formats_ospruner import BoxState
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines.interface import ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
-from ospruner.formats import DEEPSEEK_R1
 
 from .conftest import GREEDY, check_agreement, check_choices, choose_all, fork_all, make_traces
 
+Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 LONGEST = 6144  # tokens of prompt and trace in the test of costs
 
 
@@ -47,33 +47,25 @@ def test_gives_the_labels_of_the_transformers_engine(
     equal = sum(ours == theirs for ours, theirs in zip(traces.sampled, sampled, strict=True))
     print(f"{equal} of {len(sampled)} greedy traces are equal")
     assert equal >= 0.8 * len(sampled)  # one near tie changes all that follows
-    capped = engine.sample(
-        traces.prompts[:1], replace(GREEDY, max_new_tokens=5), reasoner.token_format
-    )[0]
-    assert (capped.trace_ids, capped.answer_ids, capped.ended) == (
-        traces.sampled[0].trace_ids[:5],
-        [],
-        "cap",
-    )
+    short = replace(GREEDY, max_new_tokens=5)
+    [capped] = engine.sample(traces.prompts[:1], short, reasoner.token_format)
+    assert (capped.trace_ids, capped.ended) == (traces.sampled[0].trace_ids[:5], "cap")
+    assert not capped.answer_ids
 
 
 def test_reads_the_letters_of_the_transformers_engine(
     engine: VLLMEngine, reasoner: Reasoner
 ) -> None:
     requests = make_traces(reasoner, 6).requests
-    check_choices(
-        choose_all(reasoner.engine, reasoner, requests), choose_all(engine, reasoner, requests)
-    )
+    ours, theirs = (choose_all(one, reasoner, requests) for one in (reasoner.engine, engine))
+    check_choices(ours, theirs)
 
 
 def test_shares_the_prefixes_of_real_traces(
-    engine: VLLMEngine, reasoner: Reasoner, shared_dir: Path
+    engine: VLLMEngine, reasoner: Reasoner, shared_dir: Path, real_r1: Compiled
 ) -> None:
     """Steps as the paper's base wrote them; ids are folded into the reasoner's vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
-    )
-    real = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    tokenizer, real = real_r1
     size, prompt = len(reasoner.tokenizer), [5] * 90  # as long as a problem and its instruction
     requests: list[ForkRequest] = []
     with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt") as lines:
@@ -91,9 +83,7 @@ def test_shares_the_prefixes_of_real_traces(
     computed = engine.counts.computed - before.computed
     unique = engine.counts.unique - before.unique
     whole = sum(len(r.prompt_ids) + cut for r in requests for cut in r.cuts)
-    print(
-        f"computed/unique {computed / unique:.3f}; encoding each prefix anew {whole / unique:.1f}"
-    )
+    print(f"computed/unique {computed / unique:.3f}; each prefix anew {whole / unique:.1f}")
     assert 1 <= computed / unique <= 1.30
     assert computed < 0.2 * whole
 

@@ -31,12 +31,8 @@ def replies(client: OpenAI) -> dict[str, Any]:
     told = {}
     for name, extra in ASKED.items():
         for number, question in enumerate(QUESTIONS):
-            asked: dict[str, Any] = {
-                "model": "toy",
-                "messages": [{"role": "user", "content": question}],
-                "temperature": 0,
-                "max_tokens": 300,
-            }
+            asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 300}
+            asked["messages"] = [{"role": "user", "content": question}]
             reply = client.chat.completions.create(**asked, extra_body={"vllm_xargs": extra})
             choice, usage = reply.choices[0], reply.usage
             assert usage is not None

@@ -18,16 +18,24 @@ from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, guess, prepare
 from .test_formats_generate import ANALYSIS, TEXTUAL
 
 Chat = list[dict[str, Any]]
-ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
-QUOTING: Chat = [{"role": "user", "content": "<reason>2 + 3?</reason>"}]
 
 
+def turns(*contents: str) -> Chat:
+    """What the user and the model said in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": said} for i, said in enumerate(contents)]
+
+
+ASK = turns("What is 2 + 3?")
+QUOTING = turns("<reason>2 + 3?</reason>")
+
+
+@dataclasses.dataclass
 class Family:
     """A tokenizer with its chat template, and the format guessed from it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat) -> None:
-        self.tokenizer = tokenizer
-        self.fmt = fmt
+    tokenizer: PreTrainedTokenizerBase
+    fmt: TokenFormat
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -38,8 +46,7 @@ class Family:
 
     def continued(self, content: str) -> list[int]:
         """The prompt of a chat whose last reply goes on (`continue_final_message`)."""
-        chat = [*ASK, {"role": "assistant", "content": content}]
-        return self.prompt(chat, opened=False, continue_final_message=True)
+        return self.prompt(turns("2?", content), opened=False, continue_final_message=True)
 
 
 Families = Callable[[str], Family]
@@ -55,14 +62,9 @@ UNOPENED = (  # no opening of the model's turn: the thinking is found behind its
     "'[MODEL]' + m.content + eos_token }}{% endfor %}"
 )
 OPENED = UNOPENED + "{% if add_generation_prompt %}[MODEL]{% endif %}"
-CUSTOM = {
-    "name": "magistral-like",
-    "user_instruction": "Box it.",
-    "think_start": "[THINK]",
-    "think_end": "[/THINK]",
-    "closing": "[/THINK]Answer: ",
-    "box_prefix": "$\\boxed{",
-}
+CUSTOM = ReasoningFormat(
+    "magistral-like", "Box it.", "[/THINK]", "[/THINK]Answer: ", "$\\boxed{", "[THINK]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +82,7 @@ def families(
             form, given = TEXTUAL, str(tokenizer.chat_template).replace("<think>", "<reason>")
         elif name in ("opened", "unopened"):
             tokenizer.add_tokens(["[THINK]", "[/THINK]", "[MODEL]", "[USER]"])
-            form = ReasoningFormat.from_dict(CUSTOM)
-            given = OPENED if name == "opened" else UNOPENED
+            form, given = CUSTOM, OPENED if name == "opened" else UNOPENED
         else:
             tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
             tokenizer.eos_token = "<|im_end|>"
@@ -96,21 +97,6 @@ def families(
 @pytest.fixture
 def family(request: pytest.FixtureRequest, families: Families) -> Family:
     return families(request.param)
-
-
-@pytest.fixture(scope="module")
-def r1(families: Families) -> Family:
-    return families("real_r1")
-
-
-@pytest.fixture(scope="module")
-def harmony(families: Families) -> Family:
-    return families("real_harmony")
-
-
-@pytest.fixture(scope="module")
-def qwen3(families: Families) -> Family:
-    return families("qwen3")
 
 
 NAMES = ["real_r1", "real_harmony", "qwen3", "qwq-32b"]
@@ -128,27 +114,11 @@ def test_guess_tells_the_families_apart(families: Families) -> None:
     [
         ASK,
         [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}, *ASK],
-        [
-            {"role": "system", "content": "S"},
-            *ASK,
-            {"role": "assistant", "content": "5.\n\nYes."},
-            *ASK,
-        ],
-        [*ASK, {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5."}, *ASK],
-        [
-            {"role": "user", "content": "Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>"},
-            {"role": "assistant", "content": "What is </think>\n\nfor?"},
-            *ASK,
-        ],
-        *(
-            [{"role": "user", "content": quoted}]
-            for quoted in (
-                "What do <think> and </think>\n\n mean?",
-                "I got </think>\n\n\\boxed{4} back.",
-                "It said <|channel|>final<|message|>4, and <|end|>.",
-                "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
-            )
-        ),
+        turns("2 + 3?", "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.", "3 + 4?"),
+        turns("Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>", "</think>\n\nfor?", "Yes."),
+        turns("What do <think> and </think>\n\n mean?"),
+        turns("It said <|channel|>final<|message|>4, and <|end|>."),
+        turns("It said <|end|><|start|>assistant<|channel|>final<|message|>4"),
     ],
 )
 def test_thinking_begins_at_the_prompts_end(family: Family, chat: Chat) -> None:
@@ -170,12 +140,10 @@ def test_whole_text(family: Family) -> None:
     for end in range(len(prompt) + len(trace) + 1, len(whole) + 1):
         assert fmt.thinking_span(whole[:end]) == closed, end
     assert fmt.thinking_span([*whole, *family.ids("\n")]) == closed
-    # The model gave up without a closing.
-    assert fmt.thinking_span([*prompt, *trace, *fmt.eos_ids]) == closed
+    assert fmt.thinking_span([*prompt, *trace, *fmt.eos_ids]) == closed, "it gave up"
     # The next user's turn, with no turn of the model opened after it.
     later = [*whole, *family.prompt(ASK, opened=False)]
     assert fmt.thinking_span(later) == (len(later), len(later), False)
-    # Known prompt length.
     assert fmt.thinking_span(whole, start=len(prompt)) == closed
     # Left padding with the end-of-text token, as R1-Distill pads.
     padded = [fmt.eos_ids[0]] * 3
@@ -191,7 +159,7 @@ CALLED: Chat = [
     {"role": "tool", "content": "5"},
 ]
 SAID = {"role": "assistant", "content": "5.", "thinking": "hm\n\nhm"}
-EARLIER = {"role": "assistant", "content": "[THINK]1\n\n2[/THINK]Answer: 5"}
+EARLIER = turns("2 + 3?", "[THINK]1\n\n2[/THINK]Answer: 5", "3 + 4?")
 THOUGHT, EMPTY = "[THINK]1.\n\n2.[/THINK]A", ("<think>\n\n", "</think>\n\n")
 PARTIAL, OVER = "<think>\nFirst.\n\nThen", "<think>\nFirst.\n\nThen</think>\n\nSo"
 END_OF_R1 = "<｜end▁of▁sentence｜>"
@@ -208,7 +176,6 @@ SPANS: list[tuple[str, Callable[[Family], list[int]], tuple[str, str, bool]]] = 
     ("qwen3", lambda f: f.prompt(ASK, enable_thinking=False), (*EMPTY, True)),
     # The model writes <think> by itself, and it counts as thinking.
     ("qwen3", lambda f: f.prompt(ASK) + f.ids(PARTIAL), (PARTIAL, "", False)),
-    ("real_harmony", lambda f: f.prompt(CALLED, tools=TOOLS), ("", "", False)),
     (
         "real_harmony",
         lambda f: f.prompt(CALLED, tools=TOOLS) + f.ids(f"{ANALYSIS}So.{HARMONY.closing}"),
@@ -235,15 +202,12 @@ SPANS: list[tuple[str, Callable[[Family], list[int]], tuple[str, str, bool]]] = 
     # Templates write an empty thinking before a last reply; the client's own stands behind it.
     ("qwen3", lambda f: f.continued(PARTIAL), (f"\n\n{PARTIAL}", "", False)),
     ("qwen3", lambda f: f.continued("A <think>"), (EMPTY[0], f"{EMPTY[1]}A <think>", True)),
-    ("glm", lambda f: f.continued(PARTIAL), (f"\n{PARTIAL}", "", False)),
     ("glm", lambda f: f.continued(OVER), (f"\n{PARTIAL}", "</think>\n\nSo", True)),
-    ("glm", lambda f: f.continued("A <think>"), ("<think>", "</think>\nA <think>", True)),
-    ("opened", lambda f: f.prompt([*ASK, EARLIER, *ASK]), ("", "", False)),
-    ("unopened", lambda f: f.prompt([*ASK, EARLIER, *ASK]), ("", "", False)),
+    ("opened", lambda f: f.prompt(EARLIER), ("", "", False)),
+    ("unopened", lambda f: f.prompt(EARLIER), ("", "", False)),
     ("opened", lambda f: f.prompt(ASK) + f.ids(THOUGHT), ("[THINK]1.\n\n2.", "[/THINK]A", True)),
     ("unopened", lambda f: f.prompt(ASK) + f.ids(THOUGHT), ("1.\n\n2.", "[/THINK]A", True)),
     # Markers of several tokens.
-    ("textual", lambda f: f.prompt(QUOTING), ("", "", False)),
     ("textual", lambda f: f.prompt(QUOTING) + f.ids("First.\n\nSo"), ("First.\n\nSo", "", False)),
     (
         "textual",
@@ -266,15 +230,8 @@ def test_what_is_thought_in_a_prompt(
     assert family.fmt.prompt_state(ids).ended == closed
 
 
-@pytest.mark.parametrize("family", ["opened"], indirect=True)
-def test_a_format_from_a_dictionary(family: Family) -> None:
-    assert family.tokenizer.decode(family.fmt.forced_suffix()) == "[/THINK]Answer: $\\boxed{"
-    assert family.tokenizer.decode(list(family.fmt.reentry_ids)) == "[THINK]"
-    assert family.fmt.channels is None
-
-
-def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: Family) -> None:
-    tokenizer = copy.deepcopy(qwen3.tokenizer)
+def test_template_arguments_hold_for_all_that_is_made(families: Families) -> None:
+    tokenizer = copy.deepcopy(families("qwen3").tokenizer)
     given = str(tokenizer.chat_template)
     said = "enable_thinking is defined and enable_thinking is false"
     assert said in given
@@ -283,7 +240,6 @@ def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: 
     with pytest.raises(ValueError, match="--template-arg enable_thinking=true"):
         prompt_token_ids("p", "Hi", tokenizer, closed)
     literals = dataclasses.replace(QWEN3, template_args='{"enable_thinking": true}')
-    assert ReasoningFormat.from_dict(literals.to_dict()) == literals
     fmt = TokenFormat.compile(literals, tokenizer)
     prompt = prompt_token_ids("p", ASK[0]["content"], tokenizer, fmt)
     assert not fmt.thinking_span(prompt).closed
@@ -296,7 +252,8 @@ def test_arguments_of_the_template_hold_for_all_that_is_made_of_a_format(qwen3: 
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
-def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, name: str) -> None:
+def test_past_reasoning_between_turns_of_tools_is_handed_on(families: Families, name: str) -> None:
+    harmony = families("real_harmony")
     turn = {"role": "assistant", "content": "", "tool_calls": [CALL], name: "I must add."}
     chat: Chat = [*ASK, turn, {"role": "tool", "name": "add", "content": "5"}]
     tokenizer = copy.deepcopy(harmony.tokenizer)
@@ -313,10 +270,9 @@ def test_past_reasoning_between_turns_of_tools_is_handed_on(harmony: Family, nam
 def test_chat_templates_without_a_default_are_named(reasoner: Reasoner) -> None:
     tokenizer: Any = copy.deepcopy(reasoner.tokenizer)
     one = tokenizer.chat_template
-    for templates in ({"rag": one, "tool_use": one}, {}):
-        tokenizer.chat_template = templates
-        with pytest.raises(ValueError, match="multiple chat templates .* no default"):
-            TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    tokenizer.chat_template = {"rag": one, "tool_use": one}
+    with pytest.raises(ValueError, match="multiple chat templates .* no default"):
+        TokenFormat.compile(DEEPSEEK_R1, tokenizer)
     tokenizer.chat_template = {"default": one, "tool_use": one}
     whole = TokenFormat.compile(DEEPSEEK_R1, reasoner.tokenizer)
     assert TokenFormat.compile(DEEPSEEK_R1, tokenizer).header_ids == whole.header_ids

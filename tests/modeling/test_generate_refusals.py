@@ -30,6 +30,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 
 
 PROMPT = torch.arange(20, 30)[None]
+PADDED = torch.tensor([[1] * 10, [0] * 2 + [1] * 8, [1] * 8 + [0] * 2])
 T5 = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
 
 
@@ -50,9 +51,7 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
     [
         ({"treshold": 0.5}, ValueError, r"stop_policy has no \['treshold'\]; its keys are .*rule"),
         ({"threshold": 1.5}, ValueError, r"threshold is 1.5; it must lie in \[0, 1\]"),
-        ({"threshold": math.nan}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
         ({"threshold": True}, TypeError, "threshold is True; it must be a number"),
-        ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
         ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
         ({"seed": True}, TypeError, "seed is True; it must be an integer"),
         ({"first_sample_index": -1}, ValueError, "first_sample_index is -1; it must be 0 or more"),
@@ -62,13 +61,8 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         ({"wind_down": 3}, TypeError, "wind_down is 3; it must be a str"),
         ({"rule": Agreement}, TypeError, "rule is .*; it must be a RuleLike"),
         *(({"price": one}, ValueError, r"must lie in \[0, inf\)") for one in (-1e-9, math.nan)),
-        ({"price": [1e-4, 1e-3]}, TypeError, "price is .*; it must be a number"),
-        ({"price": 2e-3}, ValueError, "price is 0.002, but the policy was trained for 0 alone"),
         ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
-        ({"mode": "sample", "threshold": 0.5}, ValueError, "mode 'sample' draws and has none"),
         ({"wind_down": "So: </think>"}, ValueError, "with the markers '</think>'"),
-        ({"max_loss": 0.1}, ValueError, r"max_loss is 0.1, but the policy promises \[\]: make"),
-        ({"min_thinking_tokens": 9, "max_thinking_tokens": 5}, ValueError, "5, below min_th.* 9;"),
         (1, TypeError, "stop_policy is 1; it must be True, False"),
         (Agreement, TypeError, "it must be True, False, a dict or a rule"),
     ],
@@ -83,8 +77,6 @@ def test_settings(
     ("arguments", "message"),
     [
         ({"num_beams": 2, "do_sample": False}, "greedy decoding and sampling, not with beam_se"),
-        ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
-        ({"dola_layers": "low", "do_sample": False}, "not with dola_generation"),
         ({"prompt_lookup_num_tokens": 3}, "not with assisted_generation"),
         ({"use_cache": False}, "use_cache is False; stop_policy needs the cache"),
         ({"cache_implementation": "paged"}, "continuous batching"),
@@ -124,18 +116,13 @@ def test_a_filled_cache_an_assistant_and_options_in_a_config(model: OSPrunerForC
         (PROMPT.float(), None, "the prompt is torch.float32; it must be"),
         (torch.zeros(1, 0, dtype=torch.long), None, r"the prompt is|input_ids has the shape"),
         (torch.arange(5), None, r"input_ids has the shape \(5,\); it must be \(B, S\)"),
-        (torch.tensor([[3, -1]]), None, r"holds \[-1\]; .*vocabulary has the ids 0 to 639"),
-        (torch.tensor([[3, 640]]), None, r"holds \[640\]; .*vocabulary has the ids 0 to 639"),
+        (torch.tensor([[3, -1, 640]]), None, r"holds \[-1, 640\]; .*has the ids 0 to 639"),
         (PROMPT, torch.ones(1, 9), "attention_mask must be a tensor of the shape"),
         (PROMPT, [[1] * 10], "attention_mask must be a tensor"),
         (PROMPT, torch.full(PROMPT.shape, 2.0), "1 for tokens and 0 for padding"),
         (PROMPT, torch.full(PROMPT.shape, torch.nan), "1 for tokens and 0 for padding"),
         (PROMPT.expand(2, 10), torch.eye(2)[:, :1].expand(2, 10), r"of rows \[1\] are empty"),
-        (
-            PROMPT.expand(3, 10),
-            torch.tensor([[1] * 10, [0] * 2 + [1] * 8, [1] * 8 + [0] * 2]),
-            r"attention_mask of rows \[2\] has zeros after tokens; padding must stand on the left",
-        ),
+        (PROMPT.expand(3, 10), PADDED, r"rows \[2\] has zeros after tokens; .* on the left"),
     ],
 )
 def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: str) -> None:
@@ -153,61 +140,42 @@ def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: st
         (lambda base: base.compile(), "compiled by torch.compile"),
         (lambda base: base.model.layers[1].compile(), "compiled by torch.compile"),
         (lambda base: setattr(base, "forward", torch.compile(base.forward)), "compiled by torch."),
-        (
-            lambda base: setattr(base.generation_config, "eos_token_id", None),
-            "the generation config has no eos_token_id",
-        ),
-        (
-            lambda base: base.gradient_checkpointing_enable() or base.train(),
-            r"train mode with gradient checkpointing.*base.eval\(\)",
-        ),
+        (lambda base: setattr(base.generation_config, "eos_token_id", None), "no eos_token_id"),
+        (lambda base: base.gradient_checkpointing_enable() or base.train(), "checkpointing"),
         (lambda base: T5ForConditionalGeneration(T5), "T5ForConditionalGeneration"),
     ],
 )
 def test_bases_of_a_rule(reasoner: Reasoner, change: Any, message: str) -> None:
-    given = copy.deepcopy(reasoner.model)
+    given, fmt = copy.deepcopy(reasoner.model), reasoner.token_format
     changed = change(given)
     base = given if changed is None else changed
-    fmt = reasoner.token_format
     with pytest.raises(ValueError, match=message):
         generate_with_rule(base, reasoner.tokenizer, Budget(5), PROMPT, token_format=fmt)
 
 
-def test_a_closing_that_ends_the_text(model: OSPrunerForCausalLM) -> None:
+def test_what_cannot_stop(reasoner: Reasoner, model: OSPrunerForCausalLM) -> None:
     end = model.token_format.think_end_id
     message = rf"the tokens \[{end}\] close the thinking .* and are eos_token_id, too"
     refused(model, ValueError, message, PROMPT, eos_token_id=[0, end])
-
-
-def test_neither_policy_nor_rule(reasoner: Reasoner) -> None:
-    settings = StopPolicyConfig(mode="threshold")
     with pytest.raises(ValueError, match="stop_policy holds no rule, and without a policy somethi"):
-        generate_with_rule(reasoner.model, reasoner.tokenizer, settings, PROMPT)
-
-
-def test_continuous_batching(model: OSPrunerForCausalLM) -> None:
+        generate_with_rule(reasoner.model, reasoner.tokenizer, StopPolicyConfig(), PROMPT)
     with pytest.raises(ValueError, match="generate_batch cannot stop"):
         model.generate_batch([[5, 6]], stop_policy=True)
 
 
 def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
-    layers = len(reasoner.model.model.layers)
     with pytest.raises(ValueError, match="cannot copy a row of a Cache: leave cache_implementatio"):
-        fork_row(Cache(layers=[DynamicLayer()] * layers), 0)
+        fork_row(Cache(layers=[DynamicLayer()] * 4), 0)
     indexed = DynamicCache(config=reasoner.model.config)
     indexed.layers[1] = DynamicIndexedLayer()
-    message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"cache layer DynamicIndexedLayer \(layer 1\)"):
         fork_row(indexed, 0)
 
 
-def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(
-    model: OSPrunerForCausalLM,
-) -> None:
+def test_a_prompt_longer_than_the_bases_positions(model: OSPrunerForCausalLM) -> None:
     limit = model.base.config.max_position_embeddings
     ids = torch.full((2, limit + 1), int(PROMPT[0, 0]))
     message = rf"prompt of row 1 has {limit + 1} tokens; the base has {limit} positions"
     padded = torch.ones_like(ids)
     padded[0, 0] = 0
     refused(model, ValueError, message, ids, attention_mask=padded)
-    refused(model, ValueError, message.replace("row 1", "row 0"), ids)

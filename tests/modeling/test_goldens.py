@@ -24,8 +24,7 @@ from ..chats import chat_batch
 from ..conftest import _make_tiny_base
 from ..families import ORDINARY, let_write_paragraphs, make_base, padded_prompts
 
-GOLDENS = Path(__file__).with_name("goldens.json")
-RANGE = (1e-4, 1e-2)
+FOUND = json.loads(Path(__file__).with_name("goldens.json").read_text("utf-8"))
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 HOW_MANY = "Ann has 3 apples and buys 4 more. How many has she?"
 QUESTIONS = ["What is 3 + 4 * 5?", HOW_MANY, "17 - 9"]
@@ -80,10 +79,9 @@ def cases() -> Iterator[Case]:
     free = {"threshold": 1, "answer": "free"}
     yield Case("natural, free", "tiny", natural=True, stop_policy=free)
     yield Case("natural, drawn", "tiny", "layers", natural=True, arguments=SAMPLED, rows=5)
-    closed = "<|user|>3<|assistant|><think>\n3 + 4\n\n</think>\n"
-    yield Case("closed prompt", "tiny", prompt=closed, rows=1)
+    yield Case("closed prompt", "tiny", prompt="<|user|>3<|assistant|><think>\n3 + 4\n\n</think>\n")
     opened = f"<|user|>{QUESTIONS[0]}<|assistant|><think>\nSo 3.\n\nWait"
-    yield Case("opened prompt", "tiny", prompt=opened, rows=1)
+    yield Case("opened prompt", "tiny", prompt=opened)
     yield Case("several texts", "tiny", arguments={**SAMPLED, "num_return_sequences": 2})
     yield Case("static cache", "tiny", arguments={"cache_implementation": "static"})
     yield Case("prompt in pieces", "tiny", "layers", arguments={"prefill_chunk_size": 4})
@@ -107,7 +105,7 @@ def model_of(
         base = _make_tiny_base(tokenizer)
     else:
         base = make_base(base_name, tokenizer)
-    prices = RANGE if priced else None
+    prices = (1e-4, 1e-2) if priced else None
     model: Any = untrained(base, tokenizer, layers, tuning, price_range=prices)
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
@@ -124,21 +122,17 @@ def model_of(
     return model
 
 
-FOUND = json.loads(GOLDENS.read_text("utf-8"))
-
-
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_tokens_and_records(case: Case, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model = model_of(case.base, case.tuning, case.layers, case.priced, case.natural, tiny_tokenizer)
     if case.base not in ("tiny", "reasoner"):
         inputs: dict[str, Any] = padded_prompts(9)
     elif case.prompt:
-        how = {"return_tensors": "pt", "add_special_tokens": False}
-        inputs = {"input_ids": model.tokenizer(case.prompt, **how)["input_ids"]}
+        ids = model.tokenizer.encode(case.prompt, add_special_tokens=False)
+        inputs = {"input_ids": torch.tensor([ids])}
     else:
         asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(case.rows)]
         inputs = chat_batch(model.tokenizer, asked)
-        inputs.pop("token_type_ids", None)
     most = 120 if case.base == "reasoner" else 60
     arguments = {"max_new_tokens": most, "do_sample": False, **case.arguments}
     torch.manual_seed(5)
