@@ -1,7 +1,5 @@
 """Small evaluations for tests: no model, no text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

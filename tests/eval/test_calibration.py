@@ -1,7 +1,5 @@
 """Promises about accuracy: how often they are broken, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One comparison of policies and rules: settings, choices, frontiers, the frame, and its file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Exactly solved stopping problems, and the two pictures of them: what they claim holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

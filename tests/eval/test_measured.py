@@ -1,7 +1,5 @@
 """What models compute, against torch's counter and by hand; what rules measure and cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

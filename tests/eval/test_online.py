@@ -1,7 +1,5 @@
 """The commands on the embedded reasoner; online evaluation, and that it agrees with replay."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Replay, resamples, scores and frontiers: by hand, and against other rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Frames of results and their file; evaluations and their folder; numbers and names as text."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rules by name, by value, and from a file of one's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path

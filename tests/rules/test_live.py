@@ -1,7 +1,5 @@
 """Rules at work in generate: right trial answers, of which the row notices nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator

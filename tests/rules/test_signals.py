@@ -1,7 +1,5 @@
 """Each rival's definition, on sequences whose stops are found by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """lm-evaluation-harness runs a policy on a task from a local file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The built-in tasks: how each asks, forces, reads, grades and compares."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

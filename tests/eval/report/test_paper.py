@@ -1,7 +1,5 @@
 """The paper against its own numbers, as docs/reproduce.md tells."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What tables show, pick, mark and average, and how they are written."""
 
-from __future__ import annotations
-
 import io
 import math
 import re
