@@ -1,7 +1,5 @@
 """Small evaluations for tests: no model, no text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +12,11 @@ from ospruner.eval.evaluation import Report, Rule
 from ospruner.eval.measured import Split, measure
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
-from ospruner.eval.results import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE
 from ospruner.eval.table import TraceTable
 from ospruner.rules import StopRule
+
+from ..label_rows import label_row
 
 
 def tabled(mask: Any, per_problem: int = 1, **columns: Any) -> TraceTable:
@@ -66,48 +66,31 @@ def replay_rule(split: Split, rule: StopRule) -> Outcome:
 
 
 def dataset_of(ends: list[list[int]], **columns: list[Any]) -> Dataset:
-    """Labelled traces whose steps end there; columns that are not given say nothing."""
-    traces = len(ends)
-    ids = columns.get("problem_id", [f"p{n}" for n in range(traces)])
-    filled: dict[str, list[Any]] = {
-        "problem_id": ids,
-        "problem": [f"What is {one}?" for one in ids],
-        "family": [""] * traces,
-        "step_ends": ends,
-        "forced_correct": [[0.0] * len(one) for one in ends],
-        "matches_final": [[True] * len(one) for one in ends],
-        "forced_answer_tokens": [[1] * len(one) for one in ends],
-        "natural_correct": [1.0] * traces,
-        "ended": ["natural"] * traces,
-    }
-    return Dataset.from_dict(filled | columns)
+    """Labelled traces whose steps end there; what is not given is as `label_row` has it."""
+    rows = []
+    for n, one in enumerate(ends):
+        told = {name: values[n] for name, values in columns.items()}
+        told = {"problem_id": f"p{n}", "step_ends": one} | told
+        rows.append(label_row(steps=len(one), problem=f"What is {told['problem_id']}?", **told))
+    return Dataset.from_list(rows)
 
 
-def outcome(
-    rng: np.random.Generator, accuracy: float, tokens: float, full: np.ndarray[Any, Any]
-) -> Outcome:
-    n = len(full)
-    correct = (rng.random(n) < accuracy).astype(np.float64)
-    known: dict[str, Any] = dict.fromkeys(("truncated", "probe_tokens", "rethought"), np.zeros(n))
-    known |= dict.fromkeys(("answer_tokens", "stopped_answer"), np.full(n, 5.0))
-    known["tokens"] = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n)
-    return Outcome.against(full, correct=correct, stopped=np.ones(n), **known)
-
-
-def make_evaluation(
-    model: str = "DeepSeek-R1-Distill-Qwen-7B",
-    benchmark: str = "GSM8K",
-    answer: str = "forced",
-    mode: str = "replay",
-    seed: int = 0,
-) -> Report:
+def make_evaluation(seed: int = 0, prices: Sequence[float] = (), **settings: str) -> Report:
+    """Rules that by chance are right so often and think so long; two traces a problem."""
     rng = np.random.default_rng(seed)
     right = (rng.random(120) < 0.8).astype(np.float64)
-    full = outcome(rng, 0.8, 400, right)
-    nothing = np.zeros(len(right))
-    full = replace(full, correct=right, helped=nothing, harmed=nothing)
+
+    def outcome(accuracy: float, tokens: float) -> Outcome:
+        known: dict[str, Any] = {"correct": (rng.random(120) < accuracy).astype(np.float64)}
+        known |= dict.fromkeys(("truncated", "probe_tokens", "rethought"), np.zeros(120))
+        known |= dict.fromkeys(("answer_tokens", "stopped_answer"), np.full(120, 5.0))
+        known["tokens"] = rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, 120)
+        return Outcome.against(right, stopped=np.ones(120), **known)
+
+    nothing = np.zeros(120)
+    full = replace(outcome(0.8, 400), correct=right, helped=nothing, harmed=nothing)
     made = [
-        Rule(method, outcome(rng, accuracy, tokens, right), parameter, name)
+        Rule(method, outcome(accuracy, tokens), parameter, name)
         for method, parameter, name, accuracy, tokens in (
             (FRONTIER, 1e-4, "price", 0.7, 120),
             (FRONTIER, 5e-5, "price", 0.76, 180),
@@ -118,20 +101,18 @@ def make_evaluation(
             ("fixed budget", 200.0, "tokens", 0.7, 200),
         )
     ]
+    usual = {"model": "DeepSeek-R1-Distill-Qwen-7B", "benchmark": "GSM8K"}
     return Report(
-        settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
+        settings={**usual, "answer": "forced", "mode": "replay", **settings},
         rules=[Rule(FULL, full), *made],
-        limits=[Rule(ORACLE, outcome(rng, 0.9, 80, right))],
+        limits=[Rule(ORACLE, outcome(0.9, 80))],
         problem_index=np.arange(120) // 2,
         natural_correct=right,
+        prices=prices,
     )
 
 
-def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
-    return replace(make_evaluation(**settings), prices=prices).results
-
-
-def save_comparison(folder: Path, prices: Sequence[float] = (), **settings: Any) -> None:
+def save_comparison(folder: Path, **settings: Any) -> None:
     """What a comparison leaves in its folder, but for the picture."""
     folder.mkdir()
-    make_results(prices, **settings).save(folder / RESULTS_FILE)
+    make_evaluation(**settings).results.save(folder / RESULTS_FILE)

@@ -9,8 +9,6 @@ formulas that are written down here once more, and compared with what `results.j
 Nothing of OS-Pruner is imported: who doubts its arithmetic can read this file instead.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

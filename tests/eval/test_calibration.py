@@ -1,7 +1,5 @@
 """Promises about accuracy: how often they are broken, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -165,20 +163,11 @@ def test_the_order_of_bets_follows_from_policy_and_data_alone() -> None:
     assert len(found) > 1, "another policy or other data may come to another answer"
 
 
-def test_looks_at_growing_labels_share_the_chance_of_a_broken_word() -> None:
-    """Four looks that each spend 5 % break their word more often; those that share it do not."""
-    sizes = (150, 300, 600, 1200)
-    lost = pairs(0.01, sizes[-1])
-
-    def broken(looks: int) -> float:
-        found = [exact_rejects(lost[:, :n], MARGIN, LEVEL / looks) for n in sizes]
-        return float(np.logical_or.reduce(found).mean())
-
-    assert broken(len(sizes)) <= BOUND < broken(1)
+def test_each_of_several_looks_at_growing_labels_spends_its_part_of_the_level() -> None:
     small = drawn(300, seed=12)
-    one, four = (calibrate(small, candidates(small), 0.02, looks=looks).value for looks in (1, 4))
-    assert one is not None
-    assert four is None or four >= one
+    four = calibrate(small, candidates(small), 0.02, looks=4)
+    assert four == calibrate(small, candidates(small), 0.02, 1 - LEVEL / 4)
+    assert four != calibrate(small, candidates(small), 0.02)
 
 
 def test_a_forecast_is_what_larger_calibrations_save() -> None:
@@ -198,7 +187,7 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
 def test_numbers_out_of_range_are_refused() -> None:
     traces = drawn(20, 0)
     for max_loss, confidence in ((0.0, 0.95), (1.0, 0.95), (0.02, 95.0)):
-        with pytest.raises(ValueError, match=r"is (0.0|1.0|95.0); it must lie in \(0, 1\)"):
+        with pytest.raises(ValueError, match=r"is (0.0|1.0|95.0); it must lie in"):
             calibrate(traces, candidates(traces), max_loss, confidence)
     with pytest.raises(ValueError, match="no setting to try"):
         calibrate(traces, [], 0.02)

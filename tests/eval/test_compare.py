@@ -1,7 +1,5 @@
 """One comparison of policies and rules: settings, choices, frontiers, the frame, and its file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -41,10 +39,8 @@ def split(seed: int, prefix: str, count: int = 60) -> Split:
     rng = np.random.default_rng(seed)
     counts = rng.integers(3, 12, count).tolist()
     rights = [(np.arange(T) >= rng.integers(1, T)) for T in counts]
-    sure = [
-        np.where(right ^ (rng.random(T) < 0.2), 0.1, 1.5) * rng.uniform(0.5, 1, T)
-        for T, right in zip(counts, rights, strict=True)
-    ]
+    guessed = [one ^ (rng.random(len(one)) < 0.2) for one in rights]
+    sure = [np.where(one, 0.1, 1.5) * rng.uniform(0.5, 1, len(one)) for one in guessed]
     dataset = dataset_of(
         [[10 * (i + 1) for i in range(T)] for T in counts],
         problem_id=[f"{prefix}{n}" for n in range(count)],
@@ -105,13 +101,13 @@ def asked(of: Split) -> Split:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("policies")
     ours = OSPrunerConfig(head="price", price=1e-3, price_range=[1e-5, 1e-2], default_mode="sample")
-    for one in (seeds := [folder / name / "price" for name in ("seed0", "seed11")]):
-        ours.save_pretrained(one)
+    for seed in (seeds := [f"{folder}/seed0/price", f"{folder}/seed11/price"]):
+        ours.save_pretrained(seed)
     for method in ("probe", "flashthink"):
         baseline = OSPrunerConfig(method=method, price=0.0, default_mode="threshold")
         baseline.save_pretrained(folder / method)
-    others = parse_policies([str(folder / "probe"), f"{folder / 'flashthink'}@.6"])
-    methods: list[Method] = [*parse_policies(list(map(str, seeds)), ()), *others]
+    others = parse_policies([f"{folder}/probe", f"{folder}/flashthink@.6"])
+    methods: list[Method] = [*parse_policies(seeds, ()), *others]
     methods += [rules.Budget, rules.AnswerEntropy, rules.Deer, rules.RunJump, LEARN_STOP]
     methods += [dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)]
     return compare(
@@ -125,8 +121,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None:
-    frame = report.frame
-    of = {name: rows for name, rows in frame.groupby("method")}
+    frame, of = report.frame, dict(list(report.frame.groupby("method")))
     assert frame.method[0] == "full trace"
     assert len(of["OS-Pruner, one policy"]) == 31  # two seeds at each price
     assert len(of["DEER, 3 trials"]) == 1
@@ -142,8 +137,9 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
         *("best fixed budget", "best fixed step", "best fixed drop"),
         *("hindsight oracle", "hindsight oracle, no loss"),
     }
-    assert report.results.about["left_out"].keys() == {"Think Just Enough"}
-    assert "is not at hand" in report.results.about["left_out"]["Think Just Enough"]
+    ((name, why),) = report.results.about["left_out"].items()
+    assert name == "Think Just Enough"
+    assert "is not at hand" in why
 
 
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
@@ -169,7 +165,6 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
     report.save(tmp_path)
     assert (tmp_path / "pareto.png").read_bytes()[:4] == b"\x89PNG"
     table = report.to_latex()
-    assert "answer agreement" not in table
     # One row a method: the setting that validation chose.
     methods = [name for name in dict.fromkeys(report.frame.method) if name in table]
     assert methods == list(dict.fromkeys(report.frame.method))
@@ -181,29 +176,27 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
     assert compare(TEST, [rules.Budget(40)]).frontiers.empty
 
 
-def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
-    methods: list[Method] = [rules.AnswerEntropy, LEARN_STOP]
+def test_grades_of_test_traces_change_no_choice() -> None:
+    flipped = dataclasses.replace(TEST.table, correct=1 - TEST.table.correct)
     chosen = []
-    for table in (TEST.table, dataclasses.replace(TEST.table, correct=1 - TEST.table.correct)):
-        other = dataclasses.replace(TEST, table=table)
-        frame = compare(other, methods, choose_on=VALIDATION, replicates=2).frame
+    for split in (TEST, dataclasses.replace(TEST, table=flipped)):
+        methods: list[Method] = [rules.AnswerEntropy, LEARN_STOP]
+        frame = compare(split, methods, choose_on=VALIDATION, replicates=2).frame
         chosen.append([frame[frame[how]].parameter.tolist() for how in ("chosen", "frontier")])
     assert chosen[0] == chosen[1]
 
 
-def test_two_rules_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two rules are called 'DEER ≥.90': give each once, and a"):
-        compare(TEST, [rules.Deer(0.9), rules.Deer(0.9, trials=3)])
-
-
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     OSPrunerConfig(price=1e-3).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
-        compare(TEST, [rules.Deer])
-    asking: list[Method] = [rules.ThinkJustEnough, *parse_policies([f"{tmp_path}/ours"])]
-    for method in asking:
-        with pytest.raises(ValueError, match="is not at hand"):
-            compare(TEST, [method], choose_on=VALIDATION)
+    refused: list[tuple[str, list[Method], Split | None]] = [
+        ("two rules are called 'DEER ≥.90'", [rules.Deer(0.9), rules.Deer(0.9, trials=3)], None),
+        ("'deer' has no threshold, and there are no traces to choose", [rules.Deer], None),
+        ("is not at hand", [rules.ThinkJustEnough], VALIDATION),
+        ("is not at hand", [*parse_policies([f"{tmp_path}/ours"])], VALIDATION),
+    ]
+    for message, methods, choose_on in refused:
+        with pytest.raises(ValueError, match=message):
+            compare(TEST, methods, choose_on=choose_on)
 
 
 def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: Path) -> None:
@@ -212,7 +205,6 @@ def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: 
     for name in ("frame", "differences", "frontiers"):
         assert_frame_equal(getattr(again.results, name), getattr(report.results, name))
     assert again.results.to_dict() == report.results.to_dict()
-    assert list(again.results.about["left_out"]) == ["Think Just Enough"]
     assert again.recorded is not None
     assert again.recorded.made_by["command"]
     (reads,) = again.frame[again.frame.method == "FlashThink"].itertuples()  # at the one asked for
@@ -221,7 +213,7 @@ def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: 
     ospruner.compare(str(tmp_path / SIGNALS_FILE), []).save(tmp_path / "again")
     files = [one / SIGNALS_FILE for one in (tmp_path, tmp_path / "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    # No text, and no path of this machine.
+    # Neither text nor paths.
     facts = json.loads(pq.read_schema(files[0]).metadata[b"ospruner"])
     assert list(facts["policies"]) == ["price#1", "price#2", "probe#3", "flashthink#4"]
     assert str(tmp_path.parent) not in json.dumps(facts["policies"]) + json.dumps(facts["methods"])
@@ -231,7 +223,7 @@ def test_every_number_is_computed_again_from_the_file(report: Report, tmp_path: 
 def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
     """Their rows are paired with the full trace's, whatever the order of their labels."""
     right, there = TEST.table.full_correct, SHORT.table.full_correct[::-1]
-    row = report.frame[report.frame.method == CONCISE].iloc[0]
+    (row,) = report.frame[report.frame.method == CONCISE].itertuples()
     assert row.tokens == pytest.approx(SHORT.table.full_tokens.mean())
     assert row.accuracy == pytest.approx(there.mean())
     assert row.harmed == pytest.approx((right * (1 - there)).mean())
@@ -259,35 +251,31 @@ def test_stored_numbers_are_checked(
 ) -> None:
     """`make check-numbers` finds a number that was changed by hand."""
     check: Any = load_script("docs/check_numbers.py")
-    report.save(tmp_path / "run")
-    (tmp_path / "signals").mkdir()
-    file = tmp_path / "signals" / "thinker.frontier.gsm8k.parquet"
-    (tmp_path / "run" / SIGNALS_FILE).rename(file)
+    report.save(tmp_path / "signals")
+    file = tmp_path / "signals" / SIGNALS_FILE
+    file.rename(file.with_name("thinker.frontier.gsm8k.parquet"))
     stored = report.results.to_dict()
-    whole = tmp_path / "thinker.json"
     stored["frame"][3]["accuracy"] += 0.01
     stored["frontiers"] = stored["frontiers"][:2]  # a part may stand there
-    whole.write_text(json.dumps({"frontier": {"gsm8k": stored}}))
+    (tmp_path / "thinker.json").write_text(json.dumps({"frontier": {"gsm8k": stored}}))
     (said,) = check.signals(tmp_path)
     assert said.startswith("thinker.frontier.gsm8k.parquet, frame: accuracy of {'method': 'OS-")
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Recorded.read(tmp_path / "none.parquet")
     file = tmp_path / "signals.parquet"
+    with pytest.raises(FileNotFoundError):
+        Recorded.read(file)
     file.write_text("no")
     with pytest.raises(ValueError, match="no readable Parquet file"):
         Recorded.read(file)
     pd.DataFrame({"split": ["test"]}).to_parquet(file)
-    with pytest.raises(ValueError, match="has format None and version None, this version of"):
+    with pytest.raises(ValueError, match="has format None and version None"):
         Recorded.read(file)
 
 
 def test_learnstop_learns_from_other_problems() -> None:
-    known = features_of(VALIDATION)
-    fitted = fit(VALIDATION.table, known)
-    table = TEST.table
+    fitted, table = fit(VALIDATION.table, features_of(VALIDATION)), TEST.table
     found = scores(fitted, features_of(TEST))
     right = table.correct[table.mask] > 0.5
     assert found[table.mask][right].mean() > found[table.mask][~right].mean() + 0.2

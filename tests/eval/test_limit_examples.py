@@ -1,7 +1,5 @@
 """Exactly solved stopping problems, and the two pictures of them: what they claim holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +17,6 @@ LoadScript = Callable[[str], ModuleType]
 
 @pytest.fixture
 def exact(load_script: LoadScript) -> Any:
-    """The script docs/examples/optimal_stopping.py."""
     return load_script("docs/examples/optimal_stopping.py")
 
 
@@ -31,9 +28,9 @@ def test_theorem_1(exact: Any, penalty: float, gap: float) -> None:
     optimum, stop = exact.solve(problem, penalty)
     assert optimum == pytest.approx((1 - penalty + epsilon) / 2, rel=1e-12)
     assert stop.tolist() == [False, True, True, True]
-    _, threshold_value = exact.best_threshold(problem, penalty)
-    assert threshold_value == pytest.approx(epsilon, rel=1e-12)
-    assert optimum > gap * threshold_value
+    _, found = exact.best_threshold(problem, penalty)
+    assert found == pytest.approx(epsilon, rel=1e-12)
+    assert optimum > gap * found
 
 
 def test_linear_trace_as_problem_equals_replay(exact: Any) -> None:

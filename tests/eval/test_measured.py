@@ -1,8 +1,5 @@
 """What models compute, against torch's counter and by hand; what rules measure and cost."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +38,6 @@ def test_a_decoded_token_costs_what_torch_counts(tiny_base: Qwen2ForCausalLM) ->
     assert flops == float(work.read(10, 11)) + work.logits
     assert float(work.read(10, 11, 2)) == pytest.approx(float(work.read(10, 11)) / 2)
     assert float(work.read(0, 11, 0)) == 0
-    places = np.arange(11)
-    assert float(work.read(0, 11)) == pytest.approx(work.read(places, places + 1).sum())
 
 
 def test_a_layer_by_hand() -> None:
@@ -57,9 +52,8 @@ def test_a_layer_by_hand() -> None:
 def test_windows_are_read_from_the_configuration() -> None:
     small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    for window, wanted in ((8, 8), (None, math.inf)):
-        work = ModelWork.of_config(MistralConfig(**small, sliding_window=window))
-        assert [layer.window for layer in work.layers] == [wanted, wanted]
+    work = ModelWork.of_config(MistralConfig(**small, sliding_window=8))
+    assert [layer.window for layer in work.layers] == [8, 8]
     # A head's width of its own: 2 heads of 32 numbers on a width of 16.
     wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
     assert wide.layers[0].attended == 4 * 2 * 32
@@ -71,31 +65,24 @@ def test_the_work_of_every_family_is_that_of_its_matrices(family: str, reasoner:
     base = make_base(family, reasoner.tokenizer)
     work = ModelWork.of_config(base.config)
     for layer, one in zip(decoder_layers(base), work.layers, strict=True):
-        names = dict(layer.named_parameters())
-        met = sum(p.numel() for p in names.values() if p.ndim > 1)
-        experts = sum(p.numel() for name, p in names.items() if p.ndim == 3 and "experts" in name)
+        matrices = [(name, p) for name, p in layer.named_parameters() if p.ndim > 1]
+        met = sum(p.numel() for _, p in matrices)
+        experts = sum(p.numel() for name, p in matrices if p.ndim == 3 and "experts" in name)
         assert one.token == 2 * met or 2 * (met - experts) < one.token < 2 * met
         assert bool(experts) == (one.token < 2 * met)
 
 
-ROWS = {
-    # Each step of a trace: answer, tokens, mean log-probability, entropy.
-    "first": [("7", 3, -2.0, 1.5), ("8", 2, -0.2, 0.3), ("8", 2, -0.01, 0.1), ("8", 2, -0.01, 0.1)],
-    "second": [("", 8, -0.01, 0.9), ("5", 3, -0.5, 0.5), ("6", 3, -0.4, 0.6)],
-}
+STEPS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
+ROWS: list[list[tuple[Any, ...]]] = [
+    [("7", 3, -2.0, 1.5), ("8", 2, -0.2, 0.3), ("8", 2, -0.01, 0.1), ("8", 2, -0.01, 0.1)],
+    [("", 8, -0.01, 0.9), ("5", 3, -0.5, 0.5), ("6", 3, -0.4, 0.6)],
+]
 
 
 def labelled() -> tuple[Dataset, TraceTable]:
-    steps = ROWS.values()
-    dataset = dataset_of(
-        [[10 * (i + 1) for i in range(len(one))] for one in steps],
-        forced_answers=[[s[0] for s in one] for one in steps],
-        forced_correct=[[float(s[0] == "8") for s in one] for one in steps],
-        forced_answer_tokens=[[s[1] for s in one] for one in steps],
-        forced_logprob=[[s[2] for s in one] for one in steps],
-        forced_entropy=[[s[3] for s in one] for one in steps],
-        forced_answer_entropy=[[2 * s[3] for s in one] for one in steps],
-    )
+    columns = {name: [[step[k] for step in one] for one in ROWS] for k, name in enumerate(STEPS)}
+    columns["forced_correct"] = [[float(step[0] == "8") for step in one] for one in ROWS]
+    dataset = dataset_of([[10, 20, 30, 40], [10, 20, 30]], **columns)
     return dataset, TraceTable.from_dataset(dataset)
 
 
@@ -135,8 +122,8 @@ def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
     with pytest.raises(ValueError, match="base of these traces is not at hand, and its tokenizer"):
         replay_rule(Split(dataset, table, SUFFIX), ThinkJustEnough(0.5))
-    entropies = [[None, *(step[3] for step in steps[1:])] for steps in ROWS.values()]
-    nulls = [[None] * len(steps) for steps in ROWS.values()]
+    entropies = [[None, *(step[3] for step in steps[1:])] for steps in ROWS]
+    nulls = [[None] * len(steps) for steps in ROWS]
     bare = dataset.remove_columns("forced_entropy")
     partly, old = (bare.add_column("forced_entropy", one) for one in (entropies, nulls))
     assert replay_rule(Split(partly, table, SUFFIX), AnswerEntropy(0.4)).tokens.tolist() == [20, 30]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more:
 def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path) -> None:
     ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
     first, *uses = parse_policies([str(ours), str(probe)])
-    told = (first.method, first.mode, first.parameter, first.parameter_name)
-    assert told == ("OS-Pruner", "sample", 1e-4, "price")
+    assert (first.method, first.mode) == ("OS-Pruner", "sample")
+    assert (first.parameter, first.parameter_name) == (1e-4, "price")
     assert [use.threshold for use in uses] == list(PAPER_THRESHOLDS)
     assert {(use.method, use.mode) for use in uses} == {("probe", "threshold")}
     # Both ways of deciding can be asked for.
@@ -54,11 +52,10 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
 
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
     use = parse_policies([str(save(tmp_path / "ours"))])[0]
-    labels = LabelSettings(
-        base_model="org/base", base_revision="abc", reasoning_format=DEEPSEEK_R1.to_dict()
-    )
+    form = DEEPSEEK_R1.to_dict()
+    labels = LabelSettings(base_model="org/base", base_revision="abc", reasoning_format=form)
     refuse_other_base(use, labels)
-    other = {**labels.reasoning_format, "box_prefix": "Answer: {"}
+    other = {**form, "box_prefix": "Answer: {"}
     refuse_other_base(use, replace(labels, reasoning_format=other), any_task=True)
     for changes, message in (
         ({"base_model": "org/other"}, "is a policy for org/base at revision abc, the traces are"),

@@ -1,7 +1,5 @@
 """The commands on the embedded reasoner; online evaluation, and that it agrees with replay."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -40,6 +38,8 @@ from ospruner.train.untrained import untrained
 
 from ..chats import prompts_of
 
+Tuning = Literal["layers", "queries"]
+Labelled = tuple[Path, Any]
 SETTINGS = LabelSettings(base_model="toy", samples_per_problem=2)
 ABOUT = {"model": "toy", "benchmark": "toy"}
 PROBLEMS = [OnlineProblem(problem, [5]) for problem in draw_split("test", 5, 0)]
@@ -61,12 +61,9 @@ class Counting:
         return own * len(batch)
 
 
-def evaluate(
-    out: Path, generate: Counting, *methods: Any, batch_problems: int = 2, **changes: Any
-) -> Report:
-    settings, asked = dataclasses.replace(SETTINGS, **changes), methods or (rules.Budget(40),)
-    more: dict[str, Any] = {"batch_problems": batch_problems}
-    return evaluate_online(PROBLEMS, asked, generate, settings, ABOUT, out, **more)
+def evaluate(out: Path, generate: Counting, *methods: Any, batch: int = 2, **more: Any) -> Report:
+    settings, asked = dataclasses.replace(SETTINGS, **more), methods or (rules.Budget(40),)
+    return evaluate_online(PROBLEMS, asked, generate, settings, ABOUT, out, batch_problems=batch)
 
 
 def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
@@ -108,16 +105,14 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
     refused: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("two methods are 'fixed budget", (rules.Budget(40), rules.Budget(40)), {}),
         ("samples is 2 at temperature 0: greedy samples are all", (), {"temperature": 0.0}),
-        ("batch_problems is 0; it must be at least 1", (), {"batch_problems": 0}),
+        ("batch_problems is 0; it must be at least 1", (), {"batch": 0}),
     ]
     for message, methods, changes in refused:
         with pytest.raises(ValueError, match=message):
             evaluate(tmp_path / "b", Counting(), *methods, **changes)
 
 
-def mild(
-    reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"], weight: float = 0.0
-) -> PolicyUse:
+def mild(reasoner: Reasoner, folder: Path, tuning: Tuning, weight: float = 0.0) -> PolicyUse:
     """A policy that stops now and then: with a mild bias, and weights of this size."""
     model = untrained(reasoner.model, reasoner.tokenizer, 1, tuning, -2.0, FORMAT)
     model.config.price = 1e-3
@@ -152,7 +147,7 @@ def generated(reasoner: Reasoner, labels: Any, methods: Sequence[Any], **changes
 
 
 @pytest.fixture(scope="module")
-def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Labelled:
     """Greedy labels of five problems, and their folder."""
     folder = tmp_path_factory.mktemp("labels") / "labels"
     return folder, greedy_labels(reasoner, folder, 5)
@@ -160,11 +155,7 @@ def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
 def test_online_and_replay_agree_trace_by_trace(
-    reasoner: Reasoner,
-    labelled: tuple[Path, Any],
-    repo_dir: Path,
-    tmp_path: Path,
-    tuning: Literal["layers", "queries"],
+    reasoner: Reasoner, labelled: Labelled, repo_dir: Path, tmp_path: Path, tuning: Tuning
 ) -> None:
     """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
     use = mild(reasoner, tmp_path / "policy", tuning)
@@ -204,7 +195,7 @@ def test_online_and_replay_agree_trace_by_trace(
 
 
 def test_replay_says_how_far_it_is_from_generate(
-    reasoner: Reasoner, labelled: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reasoner: Reasoner, labelled: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 they are the same; in half precision the report has the difference."""
     folder, use = labelled[0], mild(reasoner, tmp_path / "policy", "queries", 0.1)
@@ -239,9 +230,7 @@ def test_a_sentence_before_the_closing_changes_no_length(
     assert found[0] == found[1]
 
 
-def test_free_answers_have_the_room_that_the_labels_give(
-    reasoner: Reasoner, tmp_path: Path
-) -> None:
+def test_free_answers_have_the_labels_room(reasoner: Reasoner, tmp_path: Path) -> None:
     """A free answer is the model's own; it is cut where the labels' are, not at 32 tokens."""
     free = {"answer": "free", "max_answer_tokens": 60}
     labels = greedy_labels(reasoner, tmp_path, 4, **free)
@@ -257,7 +246,7 @@ def test_free_answers_have_the_room_that_the_labels_give(
     np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
 
 
-def test_free_answers_on_labels_of_forced_ones(labelled: tuple[Path, Any]) -> None:
+def test_free_answers_on_labels_of_forced_ones(labelled: Labelled) -> None:
     """Who thinks on after the cut is seen in free answers alone; labels mostly hold forced ones."""
 
     def answers(how: str | None) -> tuple[str, int, int]:

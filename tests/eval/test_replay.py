@@ -1,7 +1,5 @@
 """Replay, resamples, scores and frontiers: by hand, and against other rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,18 +38,13 @@ def summarise(rules: Sequence[Rule], base: Outcome, index: Any, **more: Any) -> 
 
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     """Of two rules that are as often right on validation, half of them choose the other."""
-    table, nothing = make_table(5, traces=40), np.zeros(40)
+    table, half = make_table(5, traces=40), np.arange(40) < 20
     first, full = replay_step(table, 1), replay_full(table)
-    half = np.arange(40) < 20
-    there = [
-        Outcome(right.astype(np.float64), np.full(40, k + 1.0), *[nothing] * 10)
-        for k, right in enumerate((half, ~half))
-    ]
-    rules = [
-        Rule("chosen", one, k, validation=(on_validation,))
-        for k, (one, on_validation) in enumerate(zip((first, full), there, strict=True))
-    ]
-    base = replace(there[1], tokens=np.full(40, 9.0))
+    rules = []
+    for k, (one, right) in enumerate(((first, half), (full, ~half))):
+        there = replace(full, correct=right.astype(np.float64), tokens=np.full(40, k + 1.0))
+        rules.append(Rule("chosen", one, k, validation=(there,)))
+    base = replace(there, tokens=np.full(40, 9.0))
     accurate = AesVariant(alpha=0, beta=1, gamma=1)  # whatever the length
     even, scores = choose(rules, base, np.arange(40), accurate)
     assert scores[0] == scores[1]
@@ -97,24 +90,23 @@ def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
         np.testing.assert_array_equal(never.columns(), replay_full(table).columns())
 
 
-def test_errors() -> None:
+def test_numbers_out_of_range_are_refused() -> None:
     table = make_table(0)
     pi = np.full(table.mask.shape, 0.5)
-    refused: list[tuple[str, Any, Any]] = [
-        (r"probabilities has shape \(40, 7\)", replay, (pi[:, :7],)),
-        (r"probabilities holds 1\.5", replay, (pi + 1,)),
-        (r"threshold is -0\.1", replay, (pi, -0.1)),
-        ("budget_tokens is -1", replay_budget, (-1,)),
-        ("it must hold 40 steps >= 0", replay_step, (0,)),
-        ("step_index", replay_at, ([1],)),
-        ("price is -1", hindsight_oracle, (-1,)),
+    refused: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("probabilities has shape", replay, (table, pi[:, :7])),
+        ("probabilities holds 1.5", replay, (table, pi + 1)),
+        ("threshold is -0.1", replay, (table, pi, -0.1)),
+        ("budget_tokens is -1", replay_budget, (table, -1)),
+        ("it must hold 40 steps >= 0", replay_step, (table, 0)),
+        ("step_index has shape", replay_at, (table, [1])),
+        ("price is -1", hindsight_oracle, (table, -1)),
+        ("accuracy is 80", AES_ABSOLUTE, (80, 50, 0.8, 100)),
+        ("base_tokens is 0", AES_ABSOLUTE, (1, 50, 0.8, 0)),
     ]
-    for message, replayed, values in refused:
+    for message, function, values in refused:
         with pytest.raises(ValueError, match=message):
-            replayed(table, *values)
-    for message, accuracy, base_tokens in (("accuracy is 80", 80, 100), ("base_tokens is 0", 1, 0)):
-        with pytest.raises(ValueError, match=message):
-            AES_ABSOLUTE(accuracy, 50, 0.8, base_tokens)
+            function(*values)
 
 
 def test_summarise_and_compare() -> None:
@@ -132,15 +124,12 @@ def test_summarise_and_compare() -> None:
     difference = Report(rules, table.problem_index).differences.loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
-    assert difference["aes"] == pytest.approx(result["aes"])
-    assert difference["aes_low"] == pytest.approx(result["aes_low"])  # the same resamples
-    assert difference["reduction_high"] == pytest.approx(result["reduction_high"])
-    relative = summarise(rules, full, table.problem_index, variant=AES_RELATIVE)[1]
-    assert relative["aes_label"] == "relative, α=1, β=3, γ=7"
-    assert relative["aes"] != result["aes"]
+    for name in ("aes", "aes_low", "reduction_high"):  # the same resamples
+        assert difference[name] == pytest.approx(result[name])
     # A baseline that is never right gives no relative score.
     never = replace(full, correct=np.zeros(len(table)))
-    result = summarise(rules[1:], never, table.problem_index, variant=AES_RELATIVE)[0]
+    (result,) = summarise(rules[1:], never, table.problem_index, variant=AES_RELATIVE)
+    assert result["aes_label"] == "relative, α=1, β=3, γ=7"
     assert np.isnan([result["aes"], result["aes_low"]]).all()
     assert not np.isnan(result["accuracy_low"])
 
@@ -150,10 +139,9 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     table = make_table(9)  # a prompt of 100 operations, a token of one
     table = replace(table, flops=100 + table.lengths.astype(np.float64))
     full = replay_full(table)
-    stops, more_flops = np.zeros(len(table), dtype=int), np.full(table.mask.shape, 50.0)
-    probes = np.full(table.mask.shape, 7.0)
+    stops, probes = np.zeros(len(table), dtype=int), np.full(table.mask.shape, 7.0)
     free = Rule("free", replay_at(table, stops))
-    paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=more_flops))
+    paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=probes + 43))
     less, more = summarise([free, paid], full, table.problem_index, prices=(1e-2,))
     for name in ("tokens", "reduction", "aes", "reward@1e-2", "total_reduction"):
         assert more[name] == less[name], name
@@ -170,26 +158,19 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     assert more["aes_label"] == "absolute, α=1, β=3, γ=5, of compute"
     # Thinking and answer together, which an answer that thinks on makes longer.
     both_paid = AesVariant(charge="generated")
-    index = table.problem_index
-    (one,) = summarise([free], full, index, variant=both_paid, prices=(1e-2,))
+    (one,) = summarise([free], full, table.problem_index, variant=both_paid, prices=(1e-2,))
     outcome, whole = free.outcome, full.mean_tokens + full.answer_tokens.mean()
     spent = outcome.mean_tokens + outcome.answer_tokens.mean()
     assert one["reward@1e-2"] == pytest.approx(outcome.accuracy - 0.01 * spent)
     assert one["total_reduction"] == pytest.approx(1 - spent / whole)
-    scored = both_paid(outcome.accuracy, spent, full.accuracy, whole)
+    scored = AES_ABSOLUTE(outcome.accuracy, spent, full.accuracy, whole)
     assert one["aes"] == pytest.approx(float(scored))
     early = table.last > 0
     assert one["answer_after_stop"] == pytest.approx(table.answer_tokens[early, 0].mean())
     assert one["answer_after_end"] == pytest.approx(table.answer_tokens[~early, 0].mean())
-    both = Report([Rule("full", full), free, paid], table.problem_index)
-    between = replace(both, variant=variant).differences.set_index("other").loc["paid"]
-    assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
-    assert both.differences.set_index("other")["aes"]["paid"] == 0
     uncounted = replay_full(make_table(9))
-    with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
-        summarise([Rule("full", full)], uncounted, table.problem_index, variant=variant)
-    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'generated'"):
-        AesVariant(charge="money")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="charge is 'compute'"):
+        summarise([free], uncounted, table.problem_index, variant=variant)
 
 
 def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
@@ -201,12 +182,10 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     both = pool([one, better])
     mean = (one.columns() + better.columns()) / 2  # each number of a trace is their mean
     np.testing.assert_array_equal(both.columns(), mean)
-    np.testing.assert_array_equal(pool([one]).columns(), one.columns())
     apart = Rule("x", both, 1e-3, "price", (one, better))
     same, alone = replace(apart, outcome=one, seeds=(one, one)), Rule("y", one)
     two, twins, single = summarise([apart, same, alone], full, table.problem_index)
-    middle = (one.accuracy + better.accuracy) / 2
-    assert two["accuracy"] == pytest.approx(middle)
+    assert two["accuracy"] == pytest.approx((one.accuracy + better.accuracy) / 2)
     # Of two seeds drawn with replacement half the draws hold one of them twice.
     assert two["accuracy_low"] < one.accuracy + 0.03
     assert two["accuracy_high"] > better.accuracy - 0.03
@@ -215,22 +194,6 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     rules = [Rule("full", full), apart, alone]
     between = Report(rules, table.problem_index).differences.set_index("other").loc["y"]
     assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
-
-
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 1e-3, 1e-2, 0.1]))
-@settings(deadline=None, max_examples=40)
-def test_no_rule_beats_the_oracle(seed: int, penalty: float) -> None:
-    table = make_table(seed)
-    oracle = hindsight_oracle(table, penalty)
-    best = oracle.correct - penalty * oracle.tokens
-    rng = np.random.default_rng(seed)
-    for outcome in (
-        replay_full(table),
-        replay(table, rng.random(table.mask.shape)),
-        replay_at(table, rng.integers(0, 9, len(table))),
-        hindsight_oracle_no_loss(table),
-    ):
-        assert (outcome.correct - penalty * outcome.tokens <= best + 1e-12).all()
 
 
 def test_oracles_by_hand() -> None:
@@ -264,17 +227,6 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
         assert rule.outcome.tokens.tolist() == replayed(test, value).tokens.tolist()
         assert rule.picks is not None
         assert len(set(rule.picks[:201].tolist())) > 1  # a resample chooses again
-
-
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
-def test_aes_rises_with_accuracy_and_falls_with_tokens(
-    accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
-) -> None:
-    base = max(base, 0.01)
-    aes = AES_RELATIVE if relative else AES_ABSOLUTE
-    here = float(aes(accuracy, tokens, base, base_tokens))
-    assert float(aes(min(1, accuracy + 0.1), tokens, base, base_tokens)) >= here
-    assert float(aes(accuracy, tokens + 1, base, base_tokens)) <= here
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -1,7 +1,5 @@
 """Frames of results and their file; evaluations and their folder; numbers and names as text."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -30,14 +28,14 @@ WHOLE = replace(MADE, frame=MADE.frame.assign(chosen=MADE.frame.index == 1))
 
 def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    WHOLE.save(path)
-    WHOLE.save(path)  # replaced
+    for results in (MADE, WHOLE):  # the second in the place of the first
+        results.save(path)
     found = Results.read(path)
     assert found.to_dict() == WHOLE.to_dict()
     for name in ("frame", "differences", "frontiers"):
         pd.testing.assert_frame_equal(vars(found)[name], vars(WHOLE)[name])
-    told = found.natural_accuracy, found.chosen, len(found.limits)
-    assert told == (WHOLE.natural_accuracy, 1, 1)
+    assert found.natural_accuracy == WHOLE.natural_accuracy
+    assert (found.chosen, len(found.limits)) == (1, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
     content = json.loads(path.read_text("utf-8"), parse_constant=lambda name: pytest.fail(name))
     assert content["frame"][2]["flops"] is None
@@ -45,7 +43,7 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     for about in ({"folder": tmp_path}, {"loss": math.inf}):
         with pytest.raises((TypeError, ValueError)):
             replace(WHOLE, about=about).save(path)
-    assert Results.read(path).to_dict() == WHOLE.to_dict()  # a failed write leaves the old file
+        assert json.loads(path.read_text("utf-8")) == content  # as it was
 
 
 @pytest.mark.parametrize(
@@ -53,19 +51,16 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     [
         ([], "has format None and version None, this version of ospruner reads 'ospruner-results'"),
         (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 2: make the results again"),
-        (WHOLE.to_dict() | {"format": "other"}, "has format 'other'"),
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
         ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
         (WHOLE.to_dict() | {"frame": [{"method": "x"}]}, "frame has no .*'kind'"),
+        ("{", "results.json is damaged: no JSON"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -> None:
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(content), "utf-8")
+    path.write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
     with pytest.raises(ValueError, match=complaint):
-        Results.read(path)
-    path.write_text("{", "utf-8")
-    with pytest.raises(ValueError, match="results.json is damaged: no JSON"):
         Results.read(path)
 
 
@@ -77,19 +72,18 @@ def test_numbers_and_names_as_text() -> None:
     assert Estimate(12345.6, 12000, 12500).text(1, 0) == "12,346 [12,000, 12,500]"
     prices = (0.0, 2.5e-4, 0.05, 9.9999e-5, 9.99999999e-5, 10.0)
     assert " ".join(map(price_name, prices)) == "0 2.5e-4 5e-2 9.9999e-5 1e-4 1e1"
-    parameters = (
-        *((None, ""), (5e-3, "price"), (0.7, "threshold"), (1 - 2.0**31, "threshold")),
-        *((2.0**31 - 1, "threshold"), (110, "tokens"), (4, "step"), (0.4, "nats")),
-    )
-    wanted = ["", "price=5e-3", "≥.70", "≥-∞", "≥∞", "110 tokens", "step 4", "≤0.4 nats"]
-    assert [parameter_text(*one) for one in parameters] == wanted
+    for text, parameter, name in (
+        *(("", None, ""), ("price=5e-3", 5e-3, "price"), ("≥.70", 0.7, "threshold")),
+        *(("≥-∞", 1 - 2.0**31, "threshold"), ("≥∞", 2.0**31 - 1, "threshold")),
+        *(("110 tokens", 110, "tokens"), ("step 4", 4, "step"), ("≤0.4 nats", 0.4, "nats")),
+    ):
+        assert parameter_text(parameter, name) == text
     lines = markdown_table(["method", "accuracy"], [["P(stop|h)", "77.0\n(half)"]]).splitlines()
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 
 
 def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    report = make_evaluation()
+    folder, report = tmp_path / "a", make_evaluation()
     for _ in range(2):  # the same settings: replaced
         report.save(folder)
     ((place, found),) = find_results(tmp_path).items()
@@ -114,21 +108,20 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_differences_are_of_the_best_row_of_a_method_to_that_of_each_other() -> None:
-    found = make_evaluation().results
-    best = best_rows(found.frame).set_index("method")
+    best = best_rows(MADE.frame).set_index("method")
     assert best.index.tolist() == ["full trace", "OS-Pruner", "probe", "fixed budget"]
     ours = best.loc["OS-Pruner"]
-    assert ours["aes"] == found.frame.query("method == 'OS-Pruner'")["aes"].max()
-    differences = found.differences.set_index("other")
+    assert ours["aes"] == MADE.frame.query("method == 'OS-Pruner'")["aes"].max()
+    differences = MADE.differences.set_index("other")
     assert differences["rule"]["full trace"] == f"OS-Pruner {ours['setting']}"
     assert differences["reduction"]["full trace"] == pytest.approx(ours["reduction"])
-    assert found.natural_accuracy is not None
-    assert found.natural_accuracy.value == pytest.approx(found.frame["accuracy"][0])
+    assert MADE.natural_accuracy is not None
+    assert MADE.natural_accuracy.value == pytest.approx(MADE.frame["accuracy"][0])
 
 
 def test_prices_are_numbers() -> None:
     assert parse_prices("1e-4, 5e-5") == (1e-4, 5e-5)
     assert (parse_prices(""), parse_prices("all")) == (None, ())
     for bad in ("a", "-1", "nan"):
-        with pytest.raises(ValueError, match="give one price of a token or several"):
+        with pytest.raises(ValueError, match="give one price"):
             parse_prices(bad)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -18,10 +16,9 @@ from ..label_rows import label_row
 
 
 def test_a_good_row_passes_and_survives_the_dataset() -> None:
-    rows = [label_row("p0", 0, 3), label_row("p0", 1, 1), label_row("p1", 0, 2)]
-    rows[0]["forced_correct"][0] = None
-    rows[0]["matches_final"][0] = None
-    rows[1]["natural_correct"] = None
+    partly = {"forced_correct": [None, 0.0, 1.0], "matches_final": [None, False, True]}
+    unread = label_row("p0", 1, 1, natural_correct=None)
+    rows = [label_row("p0", 0, 3, **partly), unread, label_row("p1", 0, 2)]
     dataset = Dataset.from_list(rows, features=FEATURES)
     for row, stored in zip(rows, dataset, strict=True):
         validate_row(row)
@@ -40,24 +37,17 @@ def test_a_good_row_passes_and_survives_the_dataset() -> None:
         ("step_ends", [4, 12], "forced_answers has 3 entries for 2 steps"),
         ("step_ends", [], "step_ends is empty"),
         ("step_ends", [4.5, 8, 12], "step_ends holds 4.5; it must hold integers"),
-        ("step_ends", [True, 8, 12], "step_ends is .True"),
         ("trace_ids", [2**31] * 12, "trace_ids is .2147483648"),
-        ("trace_ids", [-1] * 12, "trace_ids holds -1"),
         ("prompt_ids", [], "prompt_ids is empty"),
         ("forced_correct", [0.0, 2.0, 1.0], r"forced_correct holds 2.0; it must lie in \[0, 1\]"),
         ("forced_correct", [math.nan, 0.0, 1.0], "forced_correct holds nan"),
-        ("forced_correct", ["1", 0.0, 1.0], "forced_correct is .'1'"),
         ("forced_answers", [None, "1", "2"], "forced_answers holds None"),
         ("matches_final", [0.5, None, True], "matches_final is .0.5, None, True"),
         ("natural_correct", 7, "natural_correct holds 7"),
         ("forced_logprob", [0.5, -1.0, None], r"forced_logprob holds 0.5; it must lie in \[-inf"),
-        ("forced_entropy", [0.5, math.nan, None], "forced_entropy holds nan"),
+        ("forced_entropy", [0.5, -1.0, None], "forced_entropy holds -1"),
         ("forced_answer_ids", [[3], None, [3, 4]], "has 1 ids where forced_answer_tokens counts 2"),
-        (
-            "option_probabilities",
-            [None, [0.5, 0.4], None],
-            r"option_probabilities holds \[0.5, 0.4",
-        ),
+        ("option_probabilities", [None, [0.5, 0.4], None], "option_probabilities holds .0.5,"),
         ("option_probabilities", [None, [1.5, -0.5], None], "option_probabilities holds 1.5"),
         ("ungraded_reasons", ["late", None, None], "ungraded_reasons holds 'late' beside the gr"),
         ("natural_answer_ids", [-1], "natural_answer_ids holds -1"),
@@ -74,11 +64,9 @@ def test_bad_rows_are_refused_by_column(column: str, value: Any, message: str) -
 
 
 def test_trace_table() -> None:
-    rows = [label_row("p0", 0, 3), label_row("p1", 0, 1), label_row("p0", 1, 2)]
-    rows[0]["forced_correct"] = [None, 0.5, 1.0]
-    rows[0]["matches_final"] = [None, True, True]
-    rows[1]["ended"] = "cap"
-    rows[1]["natural_correct"] = None
+    partly = {"forced_correct": [None, 0.5, 1.0], "matches_final": [None, True, True]}
+    cut = label_row("p1", 0, 1, ended="cap", natural_correct=None)
+    rows = [label_row("p0", 0, 3, **partly), cut, label_row("p0", 1, 2)]
     dataset = Dataset.from_list(rows, features=FEATURES)
     table = TraceTable.from_dataset(dataset)
     assert table.problem_ids == ["p0", "p1"]
@@ -88,16 +76,13 @@ def test_trace_table() -> None:
     assert table.mask.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     assert table.matches_final.tolist()[0] == [False, True, True]
     assert table.num_steps.tolist() == [3, 1, 2]
-    assert table.full_correct.tolist() == [1, 1, 1]
-    assert table.full_tokens.tolist() == [12, 4, 8]
+    assert (table.full_correct.tolist(), table.full_tokens.tolist()) == ([1, 1, 1], [12, 4, 8])
     assert table.capped.tolist() == [False, True, False]
     assert np.isnan(table.natural_correct).tolist() == [False, True, False]
     assert table.answer_tokens.tolist() == [[2, 2, 2], [2, 0, 0], [2, 2, 0]]
 
-    ungraded, short = (
-        Dataset.from_list([label_row() | {"forced_correct": grades}], features=FEATURES)
-        for grades in ([None] * 3, [1.0])
-    )
+    rows = [label_row(forced_correct=grades) for grades in ([None] * 3, [1.0])]
+    ungraded, short = (Dataset.from_list([row], features=FEATURES) for row in rows)
     for refused, message in (
         (dataset.remove_columns("forced_correct"), "forced_correct.* not in the dataset"),
         (dataset.select([]), "holds no traces"),
@@ -114,18 +99,17 @@ def test_label_settings_round_trip_differ_and_are_checked() -> None:
     assert loaded == settings
     assert settings.differences(loaded) == []
     other = LabelSettings(base_model="base", temperature=1.0)
-    form, warmth = settings.differences(other)
-    assert form == "reasoning_format: {'closing': '</think>\\n\\n'} here, {} there"
-    assert warmth == "temperature: 0.6 here, 1.0 there"
+    form = "reasoning_format: {'closing': '</think>\\n\\n'} here, {} there"
+    assert settings.differences(other) == [form, "temperature: 0.6 here, 1.0 there"]
     assert settings.differences(other, but=["temperature"]) == [form]
     values = settings.to_dict()
-    with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
+    with pytest.raises(ValueError, match="unknown keys .'colour'. and missing keys .."):
         LabelSettings.from_dict({**values, "colour": 1})
     for field, value in {"base_model": "", "task": {}, "seed": 0.5}.items():  # more: bad_inputs.txt
         with pytest.raises((ValueError, TypeError), match=f"{field} is "):
             LabelSettings.from_dict({**values, field: value})
     del values["seed"]
-    with pytest.raises(ValueError, match=r"missing keys \['seed'\]"):
+    with pytest.raises(ValueError, match="missing keys .'seed'."):
         LabelSettings.from_dict(values)
 
 

@@ -1,7 +1,5 @@
 """Rules by name, by value, and from a file of one's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -61,7 +59,6 @@ def test_all_rules_have_examples() -> None:
         ("deeer:3", "rule 'deeer:3' is not known; did you mean the rule 'deer'."),
         ("budget:2.5", "'budget' takes a whole number, not 2.5"),
         ("entropy:9", "'entropy': nats is 9; it must lie in .0, 2.99"),
-        ("halt-cot:-1", "'halt-cot': bits is -1"),
         (":MISSING:1", "defines no 'MISSING'; its families are SHORT"),
         (":SHORT:many", "'many' is no number"),
         (":NOTHING:1", "3 is no rule: give a function of a step's end that gives a number"),
@@ -74,15 +71,15 @@ def test_bad_rules_are_refused(file: Path, text: str, message: str) -> None:
 
 
 def test_settings_are_checked() -> None:
-    assert Deer(0.9).settings["trials"] == 10
-    assert Deer(0.9, trials=3).settings["trials"] == 3
-    with pytest.raises(TypeError, match="'budget' has no setting 'trials'; it has .."):
-        rules.Budget(9, trials=3)
-    with pytest.raises(ValueError, match="'agreement': every_tokens is 0; it must be at least 1"):
-        rules.Agreement(3, every_tokens=0)
-    words: Any = "Wait"
-    with pytest.raises(TypeError, match="transition_words is 'Wait'; it must be a tuple of words"):
-        Deer(0.9, transition_words=words)
+    assert [rule.settings["trials"] for rule in (Deer(0.9), Deer(0.9, trials=3))] == [10, 3]
+    refused: list[tuple[Family, dict[str, Any], str]] = [
+        (rules.Budget, {"trials": 3}, "'budget' has no setting 'trials'"),
+        (rules.Agreement, {"every_tokens": 0}, "'agreement': every_tokens is 0"),
+        (rules.RunJump, {"transition_words": "Wait"}, "transition_words is 'Wait'"),
+    ]
+    for family, settings, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message):
+            family(9, **settings)
     assert "text" in rules.TrialConfidence(0.9, transition_words=("Wait",)).asks
     assert "text" not in rules.TrialConfidence(0.9).asks
 
@@ -105,18 +102,16 @@ def test_a_rule_is_a_function_or_a_generator(file: Path) -> None:
     for given, wanted in ((sure, [math.exp(-0.15)] * 3), (counted, [0, 1, 2])):
         family = Family.of(given)
         assert family.name == given.__name__
-        assert list(family(0.5).measure(ends)) == pytest.approx(wanted)
-        assert list(family(0.5).measure(ends)) == pytest.approx(wanted)  # each row begins anew
+        for _ in range(2):  # each row begins anew
+            assert list(family(0.5).measure(ends)) == pytest.approx(wanted)
         decide = family(0.5).for_row()
         assert [decide(end) for end in ends] == [(one >= 0.5, one) for one in wanted]
     assert Family.of(sure)(0.5).asks == {"trial_answer", "text", "thinking_entropy"}
-    half = parse_rule(f"{file}:halves:.5")
+    half, short = parse_rule(f"{file}:halves:.5"), parse_rule(f"{file}:SHORT")
     assert isinstance(half, StopRule)
     assert list(half.measure(ends)) == [0.1, 0.3, 0.35]
-    short = parse_rule(f"{file}:SHORT")
     assert isinstance(short, Family)
-    assert short.method == "short answer"
-    assert short(2).asks == frozenset({"trial_answer"})
+    assert (short.method, short(2).asks) == ("short answer", frozenset({"trial_answer"}))
     with pytest.raises(TypeError, match="rule 'step_text' gave '' at a step's end; it must give a"):
         list(Family("step_text", lambda end: end.step_text())(0.5).measure(ends))
 
@@ -125,9 +120,8 @@ def test_files_that_are_missing_or_broken_are_named(file: Path) -> None:
     file.write_text("import nothing_of_this_name")
     with pytest.raises(ValueError, match="my_rules.py cannot be run .ModuleNotFoundError"):
         parse_rule(f"{file}:RULE:1")
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"no rule at .*my_rules.py"):
-        parse_rule(f"{file}:RULE:1")
+    with pytest.raises(FileNotFoundError, match="no rule at none.py"):
+        parse_rule("none.py:RULE:1")
 
 
 def test_the_page_shows_the_example(repo_dir: Path) -> None:

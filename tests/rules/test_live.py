@@ -1,7 +1,5 @@
 """Rules at work in generate: right trial answers, of which the row notices nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.measured import thinking_entropies
+from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import Agreement, Budget, Family, StepEnd, StopRule
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
 
 from ..chats import asked_of, chat_batch, prompts_of
-from ..eval.evaluations import tabled
+from ..eval.evaluations import dataset_of
 from ..families import let_write_paragraphs, make_base
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -70,9 +68,8 @@ def answer_by_whole_passes(
         if not ids:
             top = logits.topk(20).values.softmax(-1)
             entropy = float(-(top * top.log()).sum())
-        allowed = logits.clone()
-        allowed[list(fmt.reentry_ids)] = -torch.inf
-        token = int(allowed.argmax())
+        logits[list(fmt.reentry_ids)] = -torch.inf
+        token = int(logits.argmax())
         if token in fmt.eos_ids:
             break
         ids.append(token)
@@ -101,16 +98,13 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
     plain_state = torch.get_rng_state()
     seen: list[tuple[int, int, TrialAnswer]] = []
     torch.manual_seed(5)
-    asked, records = generate_with_rule(
-        base, tiny_tokenizer, asking(seen), token_format=fmt, **inputs, **how
-    )
+    how["token_format"] = fmt
+    asked, records = generate_with_rule(base, tiny_tokenizer, asking(seen), **inputs, **how)
     assert torch.equal(torch.get_rng_state(), plain_state)
     assert torch.equal(asked.sequences, plain.sequences)
     ours, theirs = (list(tensors_of(one.past_key_values)) for one in (asked, plain))
     assert len(ours) == len(theirs) >= 4
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
+    assert all(map(torch.equal, ours, theirs))
     assert len(seen) == sum(len(record.step_ends) for record in records) > 8
     width, suffix = inputs["input_ids"].shape[1], len(fmt.forced_suffix())
     for row, record in enumerate(records):
@@ -128,14 +122,11 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
             assert answer.entropy == pytest.approx(entropy, abs=1e-4)
 
 
-def test_a_base_without_a_cache_of_keys_is_refused(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_base_without_a_cache_is_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     base, fmt, inputs = writer("mamba", tiny_tokenizer)
+    inputs |= {"token_format": fmt, "max_new_tokens": 3}
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
-        generate_with_rule(
-            base, tiny_tokenizer, asking([]), token_format=fmt, **inputs, max_new_tokens=3
-        )
+        generate_with_rule(base, tiny_tokenizer, asking([]), **inputs)
 
 
 def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner) -> None:
@@ -148,19 +139,13 @@ def test_rules_are_told_steps_and_the_thinkings_entropy(reasoner: Reasoner) -> N
 
     rule = Family("told", keep, asks=frozenset({"text", "thinking_entropy"}))(1.0)
     inputs = chat_batch(reasoner.tokenizer, asked_of(reasoner, 6))
-    how: dict[str, Any] = {"token_format": reasoner.token_format, "do_sample": False}
-    output, records = generate_with_rule(
-        reasoner.model, reasoner.tokenizer, rule, **inputs, **how, max_new_tokens=160
-    )
+    inputs |= {"token_format": reasoner.token_format, "do_sample": False, "max_new_tokens": 160}
+    output, records = generate_with_rule(reasoner.model, reasoner.tokenizer, rule, **inputs)
     texts = output[:, inputs["input_ids"].shape[1] :].tolist()
-    ids = prompts_of(reasoner, 6)
-    traces = [text[: r.step_ends[-1]] for text, r in zip(texts, records, strict=True)]
-    ends = [r.step_ends for r in records]
-    steps = max(len(row) for row in ends)
-    lengths = np.array([[*row, *[row[-1]] * (steps - len(row))] for row in ends])
-    mask = np.arange(steps) < np.array([[len(row)] for row in ends])
-    table = tabled(mask, lengths=lengths)
-    dataset = Dataset.from_dict({"prompt_ids": ids, "trace_ids": traces})
+    ends = [record.step_ends for record in records]
+    traces = [text[: row[-1]] for text, row in zip(texts, ends, strict=True)]
+    dataset = dataset_of(ends, prompt_ids=prompts_of(reasoner, 6), trace_ids=traces)
+    table = TraceTable.from_dataset(dataset)
     entropies = thinking_entropies(reasoner.model, dataset, table)
     for i, row in enumerate(ends):
         said = [reasoner.tokenizer.decode(traces[i][a:b]) for a, b in pairwise([0, *row])]

@@ -1,7 +1,5 @@
 """The built-in tasks: how each asks, forces, reads, grades and compares."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ def test_mathematics_is_as_it_was() -> None:
     assert task.equal_many([("1", "1.0"), ("1", "2"), ("", "1")]) == [True, False, None]
 
 
-def test_a_choice_is_a_letter() -> None:
+def test_a_choice_is_a_letter_in_a_box_or_in_prose() -> None:
     task = Choice()
     letters = {
         "B": ("b", "(B)", "B. 42", "Ｂ", "B) blue"),
@@ -42,19 +40,14 @@ def test_a_choice_is_a_letter() -> None:
         assert [task.read_forced(f"{text}}}") for text in texts] == [letter] * len(texts)
         assert task.grade(letter, B) is (letter == "B")
     assert task.read_forced("B") is None
-
-
-def test_choices_are_compared_by_letter_and_read_from_prose() -> None:
-    task = Choice()
     assert [task.equal("b", "(B)"), task.equal("B", "C")] == [True, False]
-    for text, letter in (
+    for text, read in (
         ("I say \\boxed{A}, no, \\boxed{C}.", "C"),
         ("Therefore the answer is (B).", "B"),
         ("Nobody knows.", None),
-        ("Answer: C\nThe answer is a bit long.", "C"),
         ("**Answer:** $\\textbf{D}$, and the answer is I think clear", "D"),
     ):
-        assert task.read_free(text) == letter
+        assert task.read_free(text) == read
     assert task.grade_many([("", B), ("B", B)]) == [Grade(None, "no answer"), Grade(1.0)]
     with pytest.raises(ValueError, match="its answer is 'B and C'; of a choice it must be the let"):
         task.grade("B", Problem("q", "?", "B and C"))
@@ -72,18 +65,15 @@ def test_a_choice_may_be_forced_after_words() -> None:
 
 
 def test_a_choice_knows_its_letters() -> None:
-    listed = Problem(
-        "q", "Plan A. is bad.\nA. old\nB. list\n\nWhich?\n\nA. one\n(B) two\nC) three", "c"
-    )
+    asked = "Plan A. is bad.\nA. old\nB. list\n\nWhich?\n\nA. one\n(B) two\nC) three"
+    listed = Problem("q", asked, "c")
     assert Choice().options(listed) == ("A", "B", "C")
     assert Choice(force="answer").options(listed) == (" A", " B", " C")
     assert Choice(labels="decoded").options(listed) == ()
     assert Math().options(listed) == ()
     assert Choice(labels="probability").labels_expect > Choice().labels_expect
     with pytest.raises(ValueError, match="its answer is 'D', its options are A, B, C"):
-        Choice().options(Problem("q", listed.problem, "D"))
-    with pytest.raises(ValueError, match="problem 'q' lists no options.*labels=decoded"):
-        Choice().options(B)
+        Choice().options(Problem("q", asked, "D"))
 
 
 def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
@@ -112,28 +102,24 @@ def test_short_answers_are_normalised() -> None:
 def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:
     for name in TASKS:
         assert open_task(parse_task(name).settings).settings == {"name": name}
-    concise = parse_task("exact", prompt="concise")
-    assert open_task(concise.settings).message(B, DEEPSEEK_R1).split("\n\n")[1] == "Be concise."
+    concise = open_task(parse_task("exact", prompt="concise").settings)
+    assert "\n\nBe concise.\n\n" in concise.message(B, DEEPSEEK_R1)
     file = tmp_path / "mine.py"
-    file.write_text(
-        "from ospruner.eval.problems.domains import Choice\n\n\nclass Mine(Choice):\n    pass\n"
-    )
-    mine = parse_task(f"{file}:force=answer")
-    assert mine.settings["name"] == "Mine"
-    assert isinstance(open_task(mine.settings), Task)
-    assert open_task(mine.settings).settings == mine.settings
+    file.write_text("from ospruner.eval.problems.domains import Choice\nclass Mine(Choice): pass\n")
+    settings = parse_task(f"{file}:force=answer").settings
+    assert settings["name"] == "Mine"
+    assert open_task(settings).settings == settings
     file.write_text(file.read_text() + "# changed\n")
-    with pytest.raises(ValueError, match=r"the task .*mine.py has changed since it was used here"):
-        open_task(mine.settings)
+    with pytest.raises(ValueError, match="the task .*mine.py has changed"):
+        open_task(settings)
 
 
 def test_presets_and_instructions_are_paragraphs_of_their_own() -> None:
-    problem, instruction = Problem("a", "What is 6*7?", "42"), DEEPSEEK_R1.user_instruction
-    for said, asked in (("Box it.", "What is 6*7?\n\nBox it."), ("", "What is 6*7?")):
-        assert user_message(problem, replace(QWEN3, user_instruction=said)) == asked
+    for said, asked in (("Box it.", "Which?\n\nBox it."), ("", "Which?")):
+        assert user_message(B, replace(QWEN3, user_instruction=said)) == asked
     for name, preset in PROMPT_PRESETS.items():
-        paragraphs = Task(name).message(problem, DEEPSEEK_R1).split("\n\n")
-        assert paragraphs == [one for one in ("What is 6*7?", preset, instruction) if one]
+        paragraphs = Task(name).message(B, DEEPSEEK_R1).split("\n\n")
+        assert paragraphs == [x for x in ("Which?", preset, DEEPSEEK_R1.user_instruction) if x]
     assert "5 words at most" in PROMPT_PRESETS["chain-of-draft"]
     assert "check it in a different way" in PROMPT_PRESETS["check"]
 
@@ -143,9 +129,9 @@ def test_bad_tasks_and_tokenizers_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("maths", "task is 'maths'; it must be one of math, choice"),
         ("exact:force=box", "the task exact takes the settings .'prompt'., not"),
-        ("choice:force", "'force'. are no settings; write name:setting=value"),
-        ("choice:force=shout", "force is 'shout'; it must be 'box' or 'answer'"),
-        ("math:prompt=shout", "prompt is 'shout'; it must be 'default' or 'conc"),
+        ("choice:force", "'force'. are no settings"),
+        ("choice:force=shout", "force is 'shout'"),
+        ("math:prompt=shout", "prompt is 'shout'"),
         (str(none), "defines 0 subclasses of Task; it must define one"),
     ):
         with pytest.raises(ValueError, match=message):

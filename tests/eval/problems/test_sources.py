@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -8,13 +6,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.problems.problem import (
-    Problem,
-    normalised_text,
-    problems_from_rows,
-    text_key,
-    text_key_1,
-)
+from ospruner.eval.problems.problem import Problem, problems_from_rows, text_key, text_key_1
 from ospruner.eval.problems.sources import BENCHMARKS, drop_overlaps, load_source
 
 
@@ -49,7 +41,6 @@ EXPECTED = {
     ],
     ("math500", None): [Problem("math500/algebra/7", "2+2?", "4", "Algebra")],
     ("aime", None): [Problem("aime24/60", "A?", "204", "2024"), Problem("aime25/1", "B?", "70")],
-    ("aime25", "test"): [Problem("aime25/1", "B?", "70")],
     ("deepscaler", None): [
         Problem(f"deepscaler/{text_key('C?')}", "C?", "5"),
         Problem(f"deepscaler/{text_key('E?')}", "E?", "x^2"),
@@ -60,21 +51,14 @@ EXPECTED = {
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmarks' layouts as folders that `datasets` finds under their Hub ids."""
-    for hub_id, rows in HUB_ROWS.items():
-        folder = tmp_path / hub_id
-        folder.mkdir(parents=True)
-        config, splits = next(
-            (part[1], sorted(set(one.splits.values())))
-            for one in BENCHMARKS.values()
-            for part in one.parts
-            if part[0] == hub_id
-        )
-        files = "".join(f"  - split: {name}\n    path: {name}.parquet\n" for name in splits)
-        (folder / "README.md").write_text(
-            f"---\nconfigs:\n- config_name: {config or 'default'}\n  data_files:\n{files}---\n"
-        )
-        for name in splits:
-            write(folder / f"{name}.parquet", rows)
+    for name in ("gsm8k", "math500", "aime", "deepscaler"):
+        for hub_id, config, _ in BENCHMARKS[name].parts:
+            (folder := tmp_path / hub_id).mkdir(parents=True)
+            head = f"---\nconfigs:\n- config_name: {config or 'default'}\n  data_files:\n"
+            for split in set(BENCHMARKS[name].splits.values()):
+                write(folder / f"{split}.parquet", HUB_ROWS[hub_id])
+                head += f"  - split: {split}\n    path: {split}.parquet\n"
+            (folder / "README.md").write_text(f"{head}---\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -86,7 +70,6 @@ def test_benchmarks_by_their_hub_ids(name: str, split: str | None) -> None:
     assert loaded.source["dataset"] == name
     if name == "deepscaler":
         assert loaded.source["left_out"] == {"without_answer": 1, "duplicates": 1}
-    assert load_source(name, split=split, limit=1).problems == EXPECTED[name, split][:1]
     first = split or next(iter(BENCHMARKS[name].splits))
     last = load_source(name, split=f"{first}[-1:]")
     assert last.problems == EXPECTED[name, split][-1:]
@@ -122,7 +105,7 @@ def test_rows_without_ids_are_named_by_their_text() -> None:
     found = problems_from_rows(Dataset.from_list(rows[:1]))
     assert found == [Problem(text_key("1+1?"), "1+1?", "2")]
     assert problems_from_rows(rows[::-1])[1] == found[0], "the place in the file changes nothing"
-    with pytest.raises(ValueError, match=r"row 2: the problem '1 \+ 1\?' stands there twice: drop"):
+    with pytest.raises(ValueError, match="row 2: the problem .* stands there twice"):
         problems_from_rows([*rows, {"problem": "1 + 1?", "answer": "2"}])
 
 
@@ -138,40 +121,30 @@ def test_numbers_are_what_json_wrote(tmp_path: Path) -> None:
 
 def test_splits_that_are_none(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"question": "1?", "answer": "So\n#### 1"}])
-    own = load_source("gsm8k", files=[path]).problems  # in the dataset's own columns
-    assert own == [Problem("p/0", "1?", "1")]
-    with pytest.raises(ValueError, match=r"splits .* or a slice such as 'train\[:100\]', not 'tr"):
+    # In the dataset's own columns.
+    assert load_source("gsm8k", files=[path]).problems == [Problem("p/0", "1?", "1")]
+    with pytest.raises(ValueError, match="or a slice such as .*, not 'train.1%"):
         load_source("gsm8k", split="train[1%:]")
     with pytest.raises(ValueError, match=r"gsm8k has 1 problems, and none of split 'train\[1:\]'"):
         load_source("gsm8k", files=[path], split="train[1:]")
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_copies_have_one_key_and_other_problems_another() -> None:
+    copies = (
         *(("Find $x$.", "find x"), ("a,\n\\[b = c\\]", "a $b=c$"), ("ﬁve ½", "five 1⁄2")),
         *((r"$\overline{r_1}$", r"$\overline{r}_1$"), (r"$\left( 1, 2 \right)$", "$(1,2)$")),
         *((r"Is \(\dfrac{1}{2}\,x\) big?", r"is $\frac{1}{2}x$ big?"), ("x≤3", r"$x\leq 3$")),
         *((r"\frac12", r"\frac{1}{2}"), ("3 × 4 − 1", r"$3\times4-1$"), ("1,234 c", "1234 c")),
-    ],
-)
-def test_copies_have_one_text(one: str, other: str) -> None:
-    assert normalised_text(one) == normalised_text(other)
-    assert text_key(one) == text_key(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+    )
+    assert [one for one, other in copies if text_key(one) != text_key(other)] == []
+    others = (
         *(("x + 2", "x - 2"), ("1.5 apples", "15 apples"), ("88 / (4 / 2)", "88 / 4 / 2")),
         *(("x^2", "x_2"), (r"\frac 1 2", "1 2"), ("3!", "3"), ("left 3", "3"), ("x ≤ 3", "x ≥ 3")),
         *(("6 ÷ 2", "6 × 2"), ("A ∪ B", "A ∩ B"), ("√2", "2"), ("1,2", "12"), ("a ∈ B", "a ∉ B")),
-        *(("the ratio 3:4", "the ratio 34"), ("1 2 and 3", "12 and 3")),
-        (r"\frac{1}{23}", r"\frac{12}{3}"),
-    ],
-)
-def test_other_problems_have_other_texts(one: str, other: str) -> None:
-    assert text_key(one) != text_key(other)
+        *(("the ratio 3:4", "the ratio 34"), (r"\frac{1}{23}", r"\frac{12}{3}")),
+        ("1 2 and 3", "12 and 3"),
+    )
+    assert [one for one, other in others if text_key(one) == text_key(other)] == []
 
 
 def test_overlaps_are_dropped_and_named() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -21,12 +19,11 @@ from ..evaluations import make_evaluation, save_comparison
 
 
 def test_panels_are_drawn_side_by_side() -> None:
-    names = ("GSM8K", "MATH-500", "AIME", "other")
+    names = ("GSM8K", "MATH-500", "AIME")
     panels = {name: make_evaluation(seed=i).frame for i, name in enumerate(names)}
-    figure = draw_pareto(panels, "four")
-    seen = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
-    assert seen[::2] == list(panels)
-    assert seen[1::2] == ["all of it"] * 4
+    drawn = [axes for axes in draw_pareto(panels, "three").axes if axes.get_visible()]
+    titles = [axes.get_title("left") for axes in drawn]
+    assert titles == ["GSM8K", "all of it", "MATH-500", "all of it", "AIME", "all of it"]
 
 
 def test_methods_are_lines_on_the_bands_of_their_accuracy() -> None:
@@ -47,18 +44,14 @@ def test_methods_are_lines_on_the_bands_of_their_accuracy() -> None:
         assert len(np.atleast_1d(lines["one"].get_xdata())) == 1
 
 
-def test_every_method_has_a_mark_of_its_own_alike_in_all_panels() -> None:
-    names = [f"m{i}" for i in range(9)]
-    styles = assign_styles(names)
-    for some in (names, names[::2]):
-        axes = Figure().add_subplot()
-        rows = [make_result(name, 0.5, 10 + len(name), chosen=name == "m2") for name in some]
-        plot_results(axes, frame_of(rows), styles)
-        *drawn, ring = axes.get_lines()
-        assert [str(one.get_label()) for one in drawn] == some
-        assert ring.get_label() == "chosen on validation"
-        marks = {(one.get_color(), one.get_marker(), one.get_linestyle()) for one in drawn}
-        assert len(marks) == len(some)
+def test_every_method_has_a_mark_of_its_own() -> None:
+    names, axes = [f"m{i}" for i in range(9)], Figure().add_subplot()
+    rows = [make_result(name, 0.5, 12, chosen=name == "m2") for name in names]
+    plot_results(axes, frame_of(rows), assign_styles(names))
+    *drawn, ring = axes.get_lines()
+    assert [str(one.get_label()) for one in drawn] == names
+    assert ring.get_label() == "chosen on validation"
+    assert len({(x.get_color(), x.get_marker(), x.get_linestyle()) for x in drawn}) == len(names)
 
 
 def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
@@ -92,20 +85,15 @@ def test_dynamics_are_drawn_over_steps_of_a_finished_stage(tmp_path: Path) -> No
     assert "price annealed" not in upper.get_legend_handles_labels()[1]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("evaluations")
-    save_comparison(folder / "gsm8k", prices=[1e-4])
-    save_comparison(folder / "math", benchmark="MATH-500", seed=1, prices=[1e-4])
-    (folder / "run").mkdir()
-    finished_run(folder / "run", [1e-4, 5e-5, 0.0])
-    return {path.name: path for path in write_report(folder)}
-
-
-def test_the_page_shows_what_stands_beside_it(written: dict[str, Path]) -> None:
+def test_the_page_shows_what_stands_beside_it(tmp_path: Path) -> None:
+    save_comparison(tmp_path / "gsm8k", prices=[1e-4])
+    save_comparison(tmp_path / "math", benchmark="MATH-500", seed=1, prices=[1e-4])
+    (tmp_path / "run").mkdir()
+    finished_run(tmp_path / "run", [1e-4, 5e-5, 0.0])
+    written = {path.name: path for path in write_report(tmp_path)}
     text = written["report.md"].read_text("utf-8")
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     model = "DeepSeek-R1-Distill-Qwen-7B"
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert pictures == [f"pareto-{model}-forced.png", "dynamics-1.png"]
     for name in pictures:
         assert written[name].read_bytes().startswith(b"\x89PNG")
@@ -119,16 +107,17 @@ def test_the_page_shows_what_stands_beside_it(written: dict[str, Path]) -> None:
     assert "Measured beside published" in text
     assert "### Changed answers and further tokens" in text
     assert "| 59.3 |" in text  # the paper's reduction at lambda 5e-5 on GSM8K
+    assert " of the traces are right at no step; " in text
 
 
-def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told(written: dict[str, Path]) -> None:
+def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told() -> None:
     plain = make_evaluation()
     full, rule = plain.rules[:2]
     every_second = np.arange(len(plain)) % 2
     looped = replace(full.outcome, truncated=every_second.astype(np.float64))
-    evaluation = replace(plain, rules=[replace(full, outcome=looped), *plain.rules[1:]])
-    results, tokens = evaluation.results, looped.tokens
-    saved, hopeless = tokens - rule.outcome.tokens, plain.limits[0].outcome.correct < 0.5
+    results = replace(plain, rules=[replace(full, outcome=looped), *plain.rules[1:]]).results
+    tokens, hopeless = looped.tokens, plain.limits[0].outcome.correct < 0.5
+    saved = tokens - rule.outcome.tokens
     for name, rows in (("never_right", hopeless), ("at_cap", every_second > 0)):
         found = results.about[name]
         assert found["traces"] == pytest.approx(rows.mean())
@@ -136,10 +125,7 @@ def test_what_is_saved_on_hopeless_and_on_cut_traces_is_told(written: dict[str, 
         assert found["saved"][rule.name] == pytest.approx(saved[rows].sum() / saved.sum())
     never, cut = told(results)[1:]
     assert never.startswith(f"{100 * hopeless.mean():.1f} % of the traces are right at no step; ")
-    probe = results.about["never_right"]["saved"]["probe ≥.70"]
-    assert f"probe ≥.70 {100 * probe:.0f} %" in never or "probe ≥.90" in never
     assert cut.startswith("50.0 % of the traces are cut at their cap")
-    assert never.partition(";")[0] in written["report.md"].read_text("utf-8")
     assert "at_cap" not in plain.results.about
     assert "never_right" not in replace(plain, limits=[]).results.about
     assert not any("at no step" in one for one in told(replace(results, about={})))
