@@ -8,7 +8,6 @@ docs/reproduce.md tells where the two, and the text, disagree.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +17,9 @@ from rich.console import Console
 
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
-from ..results import Results, find_results
-from .tables import AVERAGE, BENCHMARK, MODEL, Column, Table, best_aes_table, grid_frame
+from ..results import Results
+from .tables import AVERAGE, BENCHMARK, MODEL, Column, Table
 
-BENCHMARKS = ("GSM8K", "MATH-500", "AIME")
-MODELS = ("DeepSeek-R1-Distill-Qwen-7B", "GPT-OSS-20B", "DRPO-7B")
 BASELINE = "Baseline"
 
 _OURS = {
@@ -73,30 +70,21 @@ def table_1_scores(variant: AesVariant) -> pd.DataFrame:
     return rows.assign(recomputed=single.fillna(means))
 
 
-def with_published(
-    results: Results, *, model: str | None = None, benchmark: str | None = None
-) -> pd.DataFrame:
+def with_published(results: Results) -> pd.DataFrame | None:
     """A comparison's rules with what the paper prints of the same method and parameter.
 
-    The paper's names of model and benchmark are given where ours are called otherwise.
+    Model and benchmark are the paper's where the names are, but for case and hyphens: math500 is
+    MATH-500.
 
     Returns:
-        As `Results.rules`, and the numbers of `published`, NaN where the paper has none.
-
-    Raises:
-        ValueError: the paper has no such model or benchmark.
+        As `Results.rules`, and the numbers of `published`, NaN where the paper has none; None where
+        it has not this model, benchmark and kind of answers.
     """
-    settings = results.settings
-    asked = {MODEL: model or settings["model"], BENCHMARK: benchmark or settings["benchmark"]}
-    for (name, value), known in zip(asked.items(), (MODELS, BENCHMARKS), strict=True):
-        if value not in known:
-            raise ValueError(
-                f"the paper has no {name} {value!r}; it has {', '.join(known)}: name yours so "
-                f"where it is the same (--set {name}=...)"
-            )
     theirs = published("full")
-    for name, value in {**asked, "answer": settings["answer"]}.items():
-        theirs = theirs[theirs[name] == value]
+    for name in (MODEL, BENCHMARK, "answer"):
+        theirs = theirs[theirs[name].map(_plain) == _plain(str(results.settings[name]))]
+    if theirs.empty:
+        return None
     frame = results.rules
     keys = [frame["method"].replace(_OURS), frame["parameter"].map("{:.6g}".format)]
     numbers = theirs.loc[:, "accuracy_percent":].set_index(
@@ -104,6 +92,10 @@ def with_published(
     )
     found = numbers.add_prefix("paper_").reindex(pd.MultiIndex.from_arrays(keys))
     return frame.join(found.set_axis(frame.index))
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("-", "")
 
 
 def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Table:
@@ -121,45 +113,6 @@ def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Ta
         Column("paper's", "paper_reduction_percent", digits=1),
     )
     return Table.of(frame, columns, **more)
-
-
-def print_comparisons(
-    folder: str | Path,
-    console: Console,
-    *,
-    paper: bool = False,
-    model: str | None = None,
-    benchmark: str | None = None,
-) -> list[dict[str, Any]]:
-    """Prints each comparison's best rows, or with `paper` all rows beside the published ones.
-
-    Args:
-        folder: comparisons, in it and below.
-        console: where to print.
-        paper: compare with the paper.
-        model: see `with_published`.
-        benchmark: likewise.
-
-    Returns:
-        The numbers, as `Results.to_dict`; the published ones are in `about`.
-
-    Raises:
-        ValueError: the paper has no such model or benchmark.
-    """
-    comparisons = list(find_results(folder).values())
-    if not paper:
-        for _, of_answer in grid_frame(comparisons).groupby("answer"):
-            console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)
-        return [one.to_dict() for one in comparisons]
-    found = []
-    for results in comparisons:
-        frame = with_published(results, model=model, benchmark=benchmark)
-        caption, free = "– where the paper has no number", results.settings["answer"] == "free"
-        console.print(comparison_table(frame, free, caption=caption, title=results.name))
-        printed = frame.filter(like="paper_").astype(object)
-        cells = printed.where(printed.notna(), None).to_dict("records")
-        found.append(replace(results, about={**results.about, "published": cells}).to_dict())
-    return found
 
 
 def print_table_1(console: Console) -> list[dict[str, Any]]:

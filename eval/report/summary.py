@@ -10,7 +10,7 @@ import pandas as pd
 from ..compute import flops_scale
 from ..evaluation import of_probabilities
 from ..results import Results, best_rows, find_results, main_rows, prices_of
-from .paper import BENCHMARKS, MODELS, comparison_table, with_published
+from .paper import comparison_table, with_published
 from .pictures import draw_dynamics, draw_pareto
 from .tables import (
     BENCHMARK,
@@ -238,9 +238,8 @@ def _of_comparison(one: Results) -> Iterator[str]:
     tables = tables_of(one)
     if len(one.differences):
         tables.append(differences_table(one.differences))
-    if said["model"] in MODELS and said["benchmark"] in BENCHMARKS:
+    if (beside := with_published(one)) is not None:
         caption = "Measured beside published, same model, benchmark, method and parameter"
-        beside = with_published(one)
         tables.append(comparison_table(beside, said["answer"] == "free", caption=caption))
     for table in tables:
         yield f"### {table.title}\n\n{table.markdown()}" if table.title else table.markdown()

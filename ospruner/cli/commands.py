@@ -279,28 +279,34 @@ def compare(
         list[str] | None, arg("Policies, and rules: budget:400, deer:.95, deer; rules: all.")
     ] = None,
     out: Annotated[Path | None, opt("Folder for numbers, picture, page.", file_okay=False)] = None,
-    paper: Annotated[bool, opt("Without methods: beside the paper's numbers.", "--paper")] = False,
+    paper: Annotated[bool, opt("Alone: the paper's Table 1.", "--paper")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Compare policies and rules on labels, exactly; or by generating."""
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import AesVariant
-    from ospruner.eval.report.paper import print_comparisons, print_table_1
+    from ospruner.eval.report.paper import print_table_1
     from ospruner.eval.report.summary import tables_of, told, write_report
+    from ospruner.eval.report.tables import best_aes_table, grid_frame
+    from ospruner.eval.results import find_results
 
     said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("results.json"))
-    if not methods and (paper or earlier or labels is None):
-        if labels is None and not paper:
-            raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
+    if paper:
+        if labels is not None:
+            raise typer.BadParameter("--paper stands alone: reports have its numbers anyway.")
+        _write(print_table_1(console), json_file)
+        return
+    if labels is None:
+        raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
+    if not methods and earlier:
         if said.get("choose_on"):
             raise typer.BadParameter("--choose-on goes with labels and methods.")
-        if labels is None:
-            _write(print_table_1(console), json_file)
-            return
-        names = {name: said.get(name) for name in ("model", "benchmark")}
-        _write(print_comparisons(labels, console, paper=paper, **names), json_file)
+        comparisons = list(find_results(labels).values())
+        for _, of_answer in grid_frame(comparisons).groupby("answer"):
+            console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)
+        _write([one.to_dict() for one in comparisons], json_file)
         for path in write_report(labels, out=out):
             console.print(f"Wrote {path}", soft_wrap=True)
         return
