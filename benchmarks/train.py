@@ -1,4 +1,4 @@
-"""Cost of a training step: one pass per prefix, one padded pass, one packed pass, many prices.
+"""Cost of a training step: one pass per prefix, one pass a trace, many prices.
 
     OMP_NUM_THREADS=1 python benchmarks/train.py [--quick] [--json FILE] [--limit N] [--seed N]
         [--before DIR --before-python FILE]
@@ -10,7 +10,7 @@ same loss:
 
 naive        one pass for each prefix, unpadded, its last token's logit
 padded       one pass a trace, in padded rows
-packed       as `ospruner train`: the trunk on packed traces, the last layer at step ends only
+trainer      as `ospruner train`: the same with the last layer at step ends only
 kept         the same from the trunk's states in memory, as in all epochs but the first
 queries      kept, for a policy that is queries only
 every_price  kept, for a policy of every price on six of them (another loss)
@@ -47,8 +47,8 @@ from ospruner.train.traces import Batch, LabelledTraces
 Ends = tuple[float, float]
 PENALTY = 1e-4
 RATIOS = {
-    "packed_over_naive": ("naive", "packed"),
-    "packed_over_padded": ("padded", "packed"),
+    "trainer_over_naive": ("naive", "trainer"),
+    "trainer_over_padded": ("padded", "trainer"),
     "kept_over_naive": ("naive", "kept"),
     "queries_cost_ratio": ("queries", "kept"),
     "six_prices_cost_ratio": ("every_price", "kept"),
@@ -109,7 +109,7 @@ class Target:
         outputs = step_outputs(self.model.policy, States(hidden), positions, fast=False)
         return self.step(outputs, batch)
 
-    def packed(self, traces: LabelledTraces) -> float:
+    def trainer(self, traces: LabelledTraces) -> float:
         """A step as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
         batch, states = traces.batch(rows), traces.states(self.model, rows)
@@ -137,10 +137,10 @@ def measure(args: Namespace) -> dict[str, Any]:
     calls: dict[str, Callable[[], float]] = {
         "naive": partial(target.naive, traces),
         "padded": partial(target.padded, traces),
-        "packed": partial(target.packed, traces),
-        "kept": partial(target.packed, kept),
-        "queries": partial(queries.packed, keys),
-        "every_price": partial(priced.packed, kept),
+        "trainer": partial(target.trainer, traces),
+        "kept": partial(target.trainer, kept),
+        "queries": partial(queries.trainer, keys),
+        "every_price": partial(priced.trainer, kept),
     }
     losses, operations = {}, {}
     for name, call in calls.items():  # untimed: also the warm-up

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from modeling_ospruner.configuration_ospruner import check_length
 from modeling_ospruner.modeling_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import LayerKeys
 from ospruner.durable import room_needed
 from ospruner.eval.table import IntArray
-from ospruner.scoring import TrunkDone, TrunkReader
+from ospruner.scoring import reading
 
-from .batches import pack, takes_packing
 from .tail import no_scores
 
 
@@ -122,11 +119,8 @@ class StateFiles:
         return self.folder / f"{name}.safetensors"
 
 
-@torch.no_grad()
 def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> States:
     """Runs the base over texts, no further than the policy reads.
-
-    They are packed where its layers and the device allow that.
 
     Args:
         model: base and policy.
@@ -136,28 +130,11 @@ def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> State
     Raises:
         ValueError: the base's positions change within such a text.
     """
-    base, queries = model.base, model.policy.queries
-    check_length(base.config, max(map(len, texts)), "the text")
-    # The masks that confine packed traces keep causal attention away: of CUDA's it is most, of a
-    # CPU's half, which is a tenth of a pass where traces are about as long as each other.
-    lengths = list(map(len, texts))
-    padded = len(lengths) * max(lengths) > 1.1 * sum(lengths)
-    together = padded and takes_packing(base) and base.device.type != "cuda"
-    packed, decoder = pack(texts, together), base.get_decoder()
-    ids, places = packed.input_ids.to(base.device), packed.position_ids.to(base.device)
-    reading = TrunkReader(base, model.policy)
-    with no_scores(decoder, base.device), reading as reader:
-        with suppress(TrunkDone):
-            decoder(input_ids=ids, position_ids=places, use_cache=False)
-        hidden, keys = reader.hidden, list(reader.keys)
-    if queries:
-        slots = packed.places.gather(1, positions).to(hidden.device)
-        hidden = hidden.flatten(0, 1)[slots]  # (B, T, H)
-    elif together:
-        hidden = packed.unpack(hidden)
-    if together:
-        keys = [
-            LayerKeys(packed.unpack_heads(one.keys), packed.unpack_heads(one.values))
-            for one in keys
-        ]
+    base = model.base
+    ids = pad_sequence([torch.from_numpy(text) for text in texts], batch_first=True)  # (B, S)
+    with no_scores(base.get_decoder(), base.device):
+        hidden, keys = reading(model, ids.to(base.device))
+    if model.policy.queries:
+        rows = torch.arange(len(texts), device=hidden.device)[:, None]
+        hidden = hidden[rows, positions.to(hidden.device)]  # (B, T, H)
     return States(hidden, keys)

@@ -201,7 +201,6 @@ def base_and_policy(name: str, fake: FakeTensorMode, tuning: str) -> Verifier:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any device, what is done on CUDA."""
     monkeypatch.setattr("ospruner.train.tail.fused_kernels", lambda device: FusedKernels())
-    monkeypatch.setattr("ospruner.train.states.takes_packing", lambda base: False)
 
 
 def step_peak(name: str, tuning: str, attention: OnlyFused) -> int:

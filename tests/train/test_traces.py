@@ -1,4 +1,4 @@
-"""Traces as batches: the right tokens at the right places, packed for the trunk, and kept."""
+"""Traces as batches: the right tokens at the right places, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.scoring import reading
 from ospruner.train import states as states_of
-from ospruner.train.batches import EpochBatches, length_batches, pack, takes_packing
+from ospruner.train.batches import EpochBatches, length_batches
 from ospruner.train.states import run_trunk
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
@@ -67,25 +65,6 @@ def test_an_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
     assert all(len(b) * lengths[b].max() <= 1000 for b in batches)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.booleans())
-def test_every_token_has_one_slot_and_lines_hold_whole_traces(
-    lengths: list[int], together: bool
-) -> None:
-    starts = np.cumsum([0, *lengths])
-    sequences = [np.arange(a + 1, b + 1) for a, b in itertools.pairwise(starts)]
-    packed = pack(sequences, together)
-    P, C = packed.input_ids.shape
-    assert max(lengths) == C
-    # First fit decreasing leaves at most one line half empty.
-    assert 2 * sum(lengths) + C >= C * P if together else len(lengths) == P
-    unpacked = packed.unpack(packed.input_ids[..., None])[..., 0]
-    positions = packed.unpack(packed.position_ids[..., None])[..., 0]
-    for b, ids in enumerate(sequences):
-        assert unpacked[b, : len(ids)].tolist() == ids.tolist()
-        assert positions[b, : len(ids)].tolist() == list(range(len(ids)))
-    assert sorted(packed.input_ids[packed.input_ids > 0].tolist()) == list(range(1, starts[-1] + 1))
-
-
 @pytest.mark.parametrize(
     ("kind", "implementation"),
     [
@@ -99,14 +78,9 @@ def test_states_are_those_of_each_trace_alone(
     base = make_base(kind, tiny_tokenizer)
     base.set_attn_implementation(implementation)
     model = untrained(base, tiny_tokenizer, num_policy_layers=1, tuning="layers")
-    # Recurrent layers would carry over; other attention than sdpa goes unpacked.
-    packs = implementation == "sdpa" and kind != "qwen3_next"
-    assert takes_packing(base) is packs
     traces = LabelledTraces.from_dataset(make_labels(12))
     rows = np.random.default_rng(0).permutation(12)
     together = traces.states(model, rows).hidden
-    lines = len(pack([traces.tokens[row] for row in rows]).input_ids)
-    assert lines < len(rows)  # something was packed, where it may be
     for b, row in enumerate(rows):
         alone = reading(model, torch.from_numpy(traces.tokens[row])[None])[0][0]
         # Of the largest state, in float32; of linear attention other batches round otherwise.
