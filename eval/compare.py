@@ -19,7 +19,7 @@ import numpy as np
 
 from ospruner.rules.families import Family, StopRule
 
-from .evaluation import Report, Rule, choose, trace_hash
+from .evaluation import Report, Rule, choose
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
 from .measured import Split, family_thresholds, measure
@@ -38,7 +38,7 @@ from .replay import (
     replay_full,
     replay_step,
 )
-from .table import TraceTable
+from .table import TraceTable, trace_hash
 
 
 def compare(

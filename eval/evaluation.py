@@ -8,7 +8,6 @@ resamples, so that differences between them are paired.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -35,7 +34,7 @@ from .results import (
     price_name,
     refuse_other_settings,
 )
-from .table import FloatArray, IntArray, TraceTable
+from .table import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from .recorded import Recorded
@@ -391,12 +390,3 @@ def of_probabilities(settings: Mapping[str, Any]) -> bool:
     """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
     task = settings.get("label_settings", {}).get("task", {})
     return bool(task.get("labels") == "probability")
-
-
-def trace_hash(table: TraceTable) -> str:
-    """A short hash of the labels: which traces, which steps, which grades."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update("\x00".join(table.problem_ids).encode())
-    for array in (table.problem_index, table.lengths, table.correct):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

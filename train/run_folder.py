@@ -8,18 +8,15 @@ model.safetensors, config.json, provenance.json ...   the policy; of several, in
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ospruner.durable import lock_folder, read_checked, write_checked
-from ospruner.eval.table import TraceTable
 
 RUN = "run.json"
 
@@ -79,17 +76,3 @@ def last_checkpoint(out: Path) -> str | None:
     """The last checkpoint that is whole; None where there is none."""
     found = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2]))
     return next((str(path) for path in found if has_ended(path)), None)
-
-
-def labels_hash(table: TraceTable) -> str:
-    """Tells label sets apart: problems, step ends and grades, in order."""
-    digest = hashlib.blake2b("\x00".join(table.problem_ids).encode(), digest_size=16)
-    for values in (
-        table.problem_index,
-        table.num_steps,
-        table.lengths[table.mask],
-        table.correct[table.mask],
-        table.matches_final[table.mask],
-    ):
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()

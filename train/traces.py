@@ -1,4 +1,4 @@
-"""Labelled traces in memory, as batches: one trace a row for the tail, packed for the trunk.
+"""Labelled traces in memory, as batches, one trace a row.
 
 And what a policy's head says at their step ends, in one causal pass a trace. Padding stands at the
 right end of a row, where no causal layer sees it.
@@ -83,10 +83,8 @@ class LabelledTraces:
         return len(self.table)
 
     @classmethod
-    def from_dataset(
-        cls, dataset: Dataset | LabelledTraces, states: str | Path | None = None
-    ) -> LabelledTraces:
-        """Reads labelled traces row for row; what is already read is returned as it is.
+    def from_dataset(cls, dataset: Dataset, states: str | Path | None = None) -> LabelledTraces:
+        """Reads labelled traces row for row.
 
         Args:
             dataset: columns `features.FEATURES`.
@@ -95,8 +93,6 @@ class LabelledTraces:
         Raises:
             ValueError: the dataset is empty or lacks a column.
         """
-        if isinstance(dataset, LabelledTraces):
-            return dataset
         table = TraceTable.from_dataset(dataset)
         columns = dataset.select_columns(["prompt_ids", "trace_ids"]).with_format("arrow")[:]
         prompts, traces = (
@@ -235,26 +231,20 @@ def _trunk_of(model: Any) -> tuple[Any, int, bool]:
     return model.base, len(model.policy.layers), model.policy.queries
 
 
-def predict_outputs(
-    model: Any,
-    dataset: Dataset | LabelledTraces,
-    progress: Progress = silent,
-) -> Predicted:
+def predict_outputs(model: Any, traces: LabelledTraces, progress: Progress = silent) -> Predicted:
     """What a policy says at the step ends of labelled traces.
 
     Args:
         model: base and policy: `OSPrunerForCausalLM`, or a `Verifier`.
-        dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
-            trunk's states, of 2 GiB at most, for the next policy on the same base.
+        traces: N labelled traces of up to T steps, of this base. They keep the trunk's states, of
+            2 GiB at most, for the next policy on the same base.
         progress: called with phase "trunk" while they are computed.
 
     Raises:
         ValueError: a trace is longer than the base's positions.
     """
-    traces = LabelledTraces.from_dataset(dataset)
     traces.refuse_beyond_positions(model.base)
-    if isinstance(dataset, LabelledTraces):
-        traces.cache_states(model, 2**31, progress)
+    traces.cache_states(model, 2**31, progress)
     outputs = head_outputs(partial(step_outputs, model.policy), model, traces)
     return Predicted(outputs, traces.table.mask, model.config.prices, model.config.price)
 

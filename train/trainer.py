@@ -39,7 +39,7 @@ from modeling_ospruner.policy_ospruner import is_quantised, price_logits
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.measured import Predicted
 from ospruner.eval.problems.problem import text_key
-from ospruner.eval.table import IntArray
+from ospruner.eval.table import IntArray, trace_hash
 from ospruner.progress import Progress, silent
 
 from .batches import EpochBatches, micro_batches
@@ -57,7 +57,7 @@ from .objective import batch_loss, loss_weight
 from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
 from .prices import prices_of_batch
-from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note, record_of
+from .run_folder import claimed, has_ended, last_checkpoint, note, record_of
 from .tail import TrainedPolicy, no_denormals
 from .traces import Batch, LabelledTraces, head_outputs
 
@@ -153,8 +153,8 @@ class StopTrainer(Trainer, TrainerCallback):
         self._identity = {
             "settings": config.recorded(),
             "label_settings": ours.settings.to_dict(),
-            "train_labels": labels_hash(self.traces.table),
-            "validation_labels": labels_hash(self.eval_traces.table),
+            "train_labels": trace_hash(self.traces.table),
+            "validation_labels": trace_hash(self.eval_traces.table),
         }
         self._stages, self._progress = list(config.stages.items()), progress
         self._ends = None

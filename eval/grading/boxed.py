@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 from .numbers import compared, compared_quantities, in_radians
-from .pool import GradingPool, Verdict
+from .pool import Grade, GradingPool
 
 TIME_LIMIT_SECONDS = 5
 """What one parse or one comparison may take; an answer beyond it stays ungraded."""
@@ -108,35 +108,22 @@ def check_grader() -> None:
             said = _POOL.compare(reference, answer, 12 * TIME_LIMIT_SECONDS)
         except RuntimeError as error:
             raise ValueError(f"{error}: {way_out}") from error
-        if said.correct is not expected:
+        if said.value is not expected:
             raise ValueError(
                 f"the grader is broken: of {answer!r} against {reference!r} it says "
-                f"{said.correct} ({said.reason or 'without a reason'}), which is {expected}: "
+                f"{said.value} ({said.reason or 'without a reason'}), which is {expected}: "
                 f"{way_out}"
             )
-
-
-def grade(answer: str | None, reference: str) -> bool | None:
-    """Is the answer right?
-
-    Args:
-        answer: what stood in the box; None or "" where nothing did.
-        reference: the reference answer.
-
-    Returns:
-        True or False; None where no verdict was reached: no answer, one of more than
-        MAX_ANSWER_CHARS characters, or one that Math-Verify cannot read or decide in time.
-    """
-    return equal(reference, answer)
 
 
 def equal(a: str | None, b: str | None) -> bool | None:
     """Do two answers mean the same? None where either is missing or there is no verdict."""
     pair = _plain(a), _plain(b)
-    return (_at_once(*pair) or _ask(*pair)).correct
+    value = (_at_once(*pair) or _ask(*pair)).value
+    return None if value is None else bool(value)
 
 
-def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict]:
+def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Grade]:
     """Compares many pairs (reference, answer), several at once in processes of their own.
 
     An answer that hangs, is unreadable or kills its process gets no verdict, and a reason.
@@ -155,23 +142,23 @@ def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict
     return [verdicts[pair] for pair in stripped]
 
 
-def _at_once(reference: str, answer: str) -> Verdict | None:
+def _at_once(reference: str, answer: str) -> Grade | None:
     """The verdict where no computer algebra is needed."""
     if not reference or not answer:
-        return Verdict(None, "no answer")
+        return Grade(None, "no answer")
     if max(len(reference), len(answer)) > MAX_ANSWER_CHARS:
-        return Verdict(None, "too long")
+        return Grade(None, "too long")
     if reference == answer:
-        return Verdict(True)
+        return Grade(True)
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
-        return Verdict(int(reference.replace(",", "")) == int(answer.replace(",", "")))
+        return Grade(int(reference.replace(",", "")) == int(answer.replace(",", "")))
     same = compared(reference, answer)
     same = compared_quantities(reference, answer) if same is None else same
-    return None if same is None else Verdict(same)
+    return None if same is None else Grade(same)
 
 
 @lru_cache(maxsize=200_000)
-def _ask(reference: str, answer: str) -> Verdict:
+def _ask(reference: str, answer: str) -> Grade:
     reference, answer = in_radians(reference, answer)
     (main, condition), (other, its) = _apart(reference), _apart(answer)
     lone = condition or its
@@ -179,9 +166,9 @@ def _ask(reference: str, answer: str) -> Verdict:
     if not lone or (not both and re.search(_RELATION, other if condition else main)):
         return _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
     if not both and not _INTEGERS.fullmatch(lone):
-        return Verdict(False)
+        return Grade(False)
     verdict = _at_once(main, other) or _POOL.compare(main, other, TIME_LIMIT_SECONDS)
-    if not verdict.correct or not both:
+    if not verdict.value or not both:
         return verdict
     return _at_once(condition, its) or _POOL.compare(condition, its, TIME_LIMIT_SECONDS)
 

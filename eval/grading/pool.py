@@ -26,16 +26,16 @@ START_SECONDS = 120.0
 Worker = subprocess.Popen[bytes]
 
 
-class Verdict(NamedTuple):
-    """Whether an answer is right, or why that is not known.
+class Grade(NamedTuple):
+    """What an answer is worth, or why that is not known.
 
     Attributes:
-        correct: True, False, or None where there is no verdict.
+        value: in [0, 1], True for right; None where there is no verdict.
         reason: why there is none: "no answer", "too long", "unreadable", "undecided",
             "time limit" or "crash"; None where there is one.
     """
 
-    correct: bool | None
+    value: float | None
     reason: str | None = None
 
 
@@ -58,7 +58,7 @@ class GradingPool:
         for _ in range(self.size):
             self.idle.put(None)
 
-    def compare(self, reference: str, answer: str, seconds: float) -> Verdict:
+    def compare(self, reference: str, answer: str, seconds: float) -> Grade:
         """One worker's verdict on the contents of two boxes; waits for one to be free.
 
         One parse, or one comparison, may take so many seconds.
@@ -76,8 +76,8 @@ class GradingPool:
             reply, late = _answer(worker, request, 4.0 * seconds)
             if not reply:
                 _end(worker)
-                return Verdict(None, "time limit" if late else "crash")
-            return Verdict(*json.loads(reply))
+                return Grade(None, "time limit" if late else "crash")
+            return Grade(*json.loads(reply))
         finally:
             self.idle.put(worker)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import check_choice
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
-from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, grade, read_box
+from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, read_box
+from ..grading.pool import Grade
 from .problem import Problem, user_message
 
 PROMPT_PRESETS = {
@@ -75,18 +76,6 @@ def prompt_token_ids(
 
 
 BOX = "\\boxed{"
-
-
-class Grade(NamedTuple):
-    """What an answer is worth, or why that is not known.
-
-    Attributes:
-        value: in [0, 1]; None where there is no verdict.
-        reason: why there is none, such as "no answer" or "time limit"; None where there is one.
-    """
-
-    value: float | None
-    reason: str | None = None
 
 
 class Task:
@@ -179,7 +168,7 @@ class Task:
 
     def grade(self, answer: str | None, problem: Problem) -> float | None:
         """What the answer is worth, in [0, 1] (True is 1); None where there is no verdict."""
-        return grade(answer, problem.answer)
+        return equal(problem.answer, answer)
 
     def equal(self, one: str, other: str) -> bool | None:
         """Whether two answers mean the same; None where there is no verdict."""
@@ -214,9 +203,9 @@ class Math(Task):
 
     def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
         """See `Task.grade_many`; many at once."""
-        verdicts = compare_many([(problem.answer, answer) for answer, problem in asked])
-        return [Grade(None if v.correct is None else float(v.correct), v.reason) for v in verdicts]
+        found = compare_many([(problem.answer, answer) for answer, problem in asked])
+        return [Grade(None if g.value is None else float(g.value), g.reason) for g in found]
 
     def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
         """See `Task.equal_many`; many at once."""
-        return [verdict.correct for verdict in compare_many(pairs)]
+        return [None if g.value is None else bool(g.value) for g in compare_many(pairs)]

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from ..methods import FULL
 from ..results import ENDS, Estimate, Interval, Results, markdown_table
-from ..schema import MATH_TASK
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
@@ -207,24 +206,15 @@ def _tex(text: str) -> str:
     return text.translate(_TEX)
 
 
-def task_of(results: Results) -> str:
-    """Name of the task whose problems were asked."""
-    labels = results.settings.get("label_settings") or {}
-    task = results.settings.get("task") or labels.get("task") or MATH_TASK
-    return str(task["name"])
-
-
 def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
     """All comparisons: model, benchmark, answer, and as `Results.frame`.
 
-    Where they are of several tasks, benchmarks stand by their task, and say it; replay and online
-    of the same are told apart.
+    Replay and online of the same are told apart.
     """
-    tasks = list(dict.fromkeys(map(task_of, comparisons)))
     found: dict[tuple[str, ...], pd.DataFrame] = {}
-    for one in sorted(comparisons, key=lambda one: tasks.index(task_of(one))):
+    for one in comparisons:
         said = one.settings
-        name = f"{task_of(one)}: {said['benchmark']}" if len(tasks) > 1 else said["benchmark"]
+        name = said["benchmark"]
         if (said["model"], name, said["answer"]) in found:
             name = f"{name} ({said['mode']})"
         key = said["model"], name, said["answer"]

@@ -37,7 +37,7 @@ from ospruner.serving.requests import (
 from ospruner.train.label_sets import load_labelled_base
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.traces import predict_outputs
+from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.untrained import untrained
 
 from .conftest import RANGE, MakeLabels, command, trained_on
@@ -53,7 +53,7 @@ def test_the_price_of_indifference_is_what_thresholds_compare(
     model = untrained(tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers")
     nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(0))
     model.config.price = 1e-3
-    said = predict_outputs(model, make_labels(12))
+    said = predict_outputs(model, LabelledTraces.from_dataset(make_labels(12)))
     assert said.indifference is not None
     for price in (0.0, 1e-3, 0.1):
         stops = said.probabilities(price) >= 0.5
@@ -113,7 +113,10 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     report = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3])
     stored = load_labels(labels)
     model = OSPrunerForCausalLM.from_base(load_labelled_base(None, stored)[0], trained / "run")
-    said, table = predict_outputs(model, stored.traces), TraceTable.from_dataset(stored.traces)
+    said, table = (
+        predict_outputs(model, LabelledTraces.from_dataset(stored.traces)),
+        TraceTable.from_dataset(stored.traces),
+    )
     for rule in report.rules[1:3]:
         wanted = replay(table, said.probabilities(rule.parameter))
         assert rule.outcome.accuracy == pytest.approx(wanted.accuracy, abs=1e-6)

@@ -25,7 +25,7 @@ from ospruner.eval.table import TraceTable
 from ospruner.train.batches import micro_batches
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import SavedPolicy, warning_about
-from ospruner.train.traces import predict_outputs
+from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.trainer import StopTrainer
 
 from .conftest import (
@@ -65,7 +65,9 @@ def test_annealed_policies_earn_more_than_never_stopping(
         model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
         assert model.config.price == saved.price
         assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
-        outcome = replay(table, predict_outputs(model, held_out).probabilities())
+        outcome = replay(
+            table, predict_outputs(model, LabelledTraces.from_dataset(held_out)).probabilities()
+        )
         assert saved.accuracy == pytest.approx(outcome.accuracy, abs=1e-5)
         assert saved.tokens == pytest.approx(outcome.mean_tokens, abs=1e-3)
         assert (saved.full_accuracy, saved.full_tokens > saved.tokens) == (1.0, True)
@@ -73,7 +75,9 @@ def test_annealed_policies_earn_more_than_never_stopping(
 
     fresh = make_labels(60, seed=2, prefix="t")
     table = TraceTable.from_dataset(fresh)
-    trained = replay(table, predict_outputs(model, fresh).probabilities())
+    trained = replay(
+        table, predict_outputs(model, LabelledTraces.from_dataset(fresh)).probabilities()
+    )
     best = (table.correct - PRICE * table.lengths)[table.mask].max()
     assert reward(replay_full(table), PRICE) + 0.02 < reward(trained, PRICE) < best
     assert trained.accuracy > 0.9  # the answer is wrong at first: it waits until it is right
@@ -97,7 +101,7 @@ def test_one_policy_of_every_price_beats_never_stopping_at_each(
     held_out = make_labels(40, seed=1, prefix="v")
     table = TraceTable.from_dataset(held_out)
     full, model = replay_full(table), OSPrunerForCausalLM.from_base(tiny_base, saved.path)
-    said = predict_outputs(model, held_out)
+    said = predict_outputs(model, LabelledTraces.from_dataset(held_out))
     for price in (2e-3, 5e-3, 2e-2):
         gained = reward(replay(table, said.probabilities(price)), price) - reward(full, price)
         assert gained > 0.2 * price * full.mean_tokens, price
@@ -152,7 +156,10 @@ def test_baselines_learn_their_labels(
     assert (model.config.method, model.config.default_mode) == (method, "threshold")
     table = TraceTable.from_dataset(dataset)
     target = table.correct if method == "probe" else table.matches_final
-    said = predict_outputs(model, dataset).probabilities()[table.mask] > 0.5
+    said = (
+        predict_outputs(model, LabelledTraces.from_dataset(dataset)).probabilities()[table.mask]
+        > 0.5
+    )
     assert (said == target[table.mask]).mean() > 0.9
 
 

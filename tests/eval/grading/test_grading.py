@@ -17,10 +17,9 @@ from ospruner.eval.grading.boxed import (
     compare_many,
     equal,
     extract_boxed,
-    grade,
     read_box,
 )
-from ospruner.eval.grading.pool import GradingPool, Verdict
+from ospruner.eval.grading.pool import Grade, GradingPool
 
 
 @pytest.fixture
@@ -70,11 +69,11 @@ def test_what_stands_in_a_box_is_read(content: str, before: str) -> None:
 def test_what_needs_no_child_is_decided_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxed, "_ask", lambda *_: pytest.fail("Math-Verify was asked"))
     assert compare_many([]) == []
-    assert [grade("7", "7"), grade(" 8 ", "7"), equal("x+1", "x+1")] == [True, False, True]
+    assert [equal("7", "7"), equal("7", " 8 "), equal("x+1", "x+1")] == [True, False, True]
     for answer in (None, "", "   ", "7" * 5000, "{" * 5000, "\x00" * 5000):
-        assert grade(answer, "7") is equal(answer, "7") is None
+        assert equal("7", answer) is equal(answer, "7") is None
         reason = "too long" if (answer or "").strip() else "no answer"
-        assert compare_many([("7", answer)]) == [Verdict(None, reason)]
+        assert compare_many([("7", answer)]) == [Grade(None, reason)]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -83,17 +82,17 @@ def test_pathological_answers_get_no_verdict_and_harm_nobody(answer: str) -> Non
     (verdict,) = compare_many([("42", answer)])
     assert verdict.correct is None
     assert verdict.reason == "time limit" or not answer.startswith("9^")
-    assert grade("42.0", "42") is True  # the next answer is served
+    assert equal("42", "42.0") is True  # the next answer is served
 
 
 def test_a_hung_child_is_replaced(one_worker: GradingPool) -> None:
-    assert grade("42.0", "42") is True
+    assert equal("42", "42.0") is True
     process = one_worker.idle.queue[0]
     assert process is not None
     process.send_signal(signal.SIGSTOP)  # it hangs where no signal of its own reaches it
-    assert compare_many([("42", "43.0")]) == [Verdict(None, "time limit")]
+    assert compare_many([("42", "43.0")]) == [Grade(None, "time limit")]
     assert process.poll() is not None
-    assert grade("44.0", "44") is True
+    assert equal("44", "44.0") is True
 
 
 def test_a_child_that_dies_of_an_answer_gives_none_and_a_reason(
@@ -109,8 +108,8 @@ def test_a_child_that_dies_of_an_answer_gives_none_and_a_reason(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pairs = [(r"\frac{1}{5}", "boom"), (r"\frac{1}{5}", "0.2"), ("7", "boom^2"), ("7", "7.0")]
-    crash = Verdict(None, "crash")
-    assert compare_many(pairs) == [crash, Verdict(True), crash, Verdict(True)]
+    crash = Grade(None, "crash")
+    assert compare_many(pairs) == [crash, Grade(True), crash, Grade(True)]
 
 
 def test_many_pairs_are_compared_side_by_side_and_equal_ones_once(
@@ -119,9 +118,9 @@ def test_many_pairs_are_compared_side_by_side_and_equal_ones_once(
     asked = Mock(wraps=boxed._ask.__wrapped__)
     monkeypatch.setattr(boxed, "_ask", asked)
     pairs: list[Any] = [(rf"\frac{{{n}}}{{7}}", f"{n + n % 2}/7") for n in range(24)]
-    expected = [Verdict(n % 2 == 0) for n in range(24)]
+    expected = [Grade(n % 2 == 0) for n in range(24)]
     verdicts = compare_many([*pairs, *pairs[:6], ("7", None), ("8", "8")])
-    assert verdicts == [*expected, *expected[:6], Verdict(None, "no answer"), Verdict(True)]
+    assert verdicts == [*expected, *expected[:6], Grade(None, "no answer"), Grade(True)]
     assert asked.call_count == 24
     started = [worker for worker in boxed._POOL.idle.queue if worker is not None]
     assert len(started) <= min(boxed._POOL.size, 4)
@@ -131,7 +130,7 @@ def test_the_grader_is_checked_by_its_own_judgements(monkeypatch: pytest.MonkeyP
     boxed.check_grader.cache_clear()
     boxed.check_grader()
     boxed.check_grader.cache_clear()
-    monkeypatch.setattr(boxed._POOL, "compare", lambda *_: Verdict(True))
+    monkeypatch.setattr(boxed._POOL, "compare", lambda *_: Grade(True))
     with pytest.raises(ValueError, match="it says True .*, which is False: nothing can be graded"):
         boxed.check_grader()
     monkeypatch.undo()
@@ -142,22 +141,22 @@ def test_the_grader_is_checked_by_its_own_judgements(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fork_starts_its_own_child() -> None:
-    assert grade("1/11", r"\frac{1}{11}") is True
+    assert equal(r"\frac{1}{11}", "1/11") is True
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if grade("2/11", r"\frac{2}{11}") is True else 1)
+        os._exit(0 if equal(r"\frac{2}{11}", "2/11") is True else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert grade("3/11", r"\frac{3}{11}") is True
+    assert equal(r"\frac{3}{11}", "3/11") is True
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.text(alphabet="0123456789+-*/^_(){}[]\\,. xπ%$&=<>fracsqrt", max_size=25))
 def test_any_text_gets_a_verdict_or_none(text: str) -> None:
-    assert grade(text, "42") in (True, False, None)
+    assert equal("42", text) in (True, False, None)
 
 
 def test_a_table_of_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts by kind; what Math-Verify gives by itself stands beside them."""
+    """Grades by kind; what Math-Verify gives by itself stands beside them."""
     lines = Path(__file__).with_name("grades.tsv").read_text("utf-8").splitlines()[1:]
     rows = [re.sub(r"\\(u2009|xa0)", " ", line).split("\t") for line in lines]
     assert len(rows) >= 260

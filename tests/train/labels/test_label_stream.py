@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.calling import Ask, AskingEngine, Reply, Server
 from ospruner.eval.grading import boxed
-from ospruner.eval.grading.pool import GradingPool, Verdict
+from ospruner.eval.grading.pool import Grade, GradingPool
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
@@ -217,7 +217,7 @@ def test_a_broken_grader_is_found_before_anything_is_sampled(
     run("made")
     run.log.clear()
     boxed.check_grader.cache_clear()
-    unreadable = Verdict(None, "unreadable")
+    unreadable = Grade(None, "unreadable")
     monkeypatch.setattr(GradingPool, "compare", lambda *_: unreadable)
     broken = r"the grader is broken: of '0.5' .* it says None \(unreadable\), which is True: .* pip"
     with pytest.raises(ValueError, match=broken):

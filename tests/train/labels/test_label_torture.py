@@ -26,7 +26,7 @@ from ospruner.cli import app
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import check_grader
-from ospruner.eval.grading.pool import Verdict
+from ospruner.eval.grading.pool import Grade
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
@@ -219,7 +219,7 @@ def test_grading_again_changes_all_or_nothing(
 ) -> None:
     """Killed at each fsync and rename, by a grader of another opinion: nothing can be read."""
     check_grader()
-    monkeypatch.setattr(boxed, "_at_once", lambda reference, answer: Verdict(None, "unreadable"))
+    monkeypatch.setattr(boxed, "_at_once", lambda reference, answer: Grade(None, "unreadable"))
     rows = make_labels(4).to_list()
     with LabelStore(tmp_path / "graded", SETTINGS) as writer:
         for first in (0, 2):

@@ -12,7 +12,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.durable import lock_folder
 from ospruner.engines.interface import ForkRequest
 from ospruner.engines.transformers.engine import TransformersEngine
-from ospruner.eval.grading.boxed import equal, grade, read_box
+from ospruner.eval.grading.boxed import equal, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
@@ -67,7 +67,7 @@ def test_labels_are_the_engines_answers_read_and_graded(
         for answer, correct, match in zip(
             row["forced_answers"], row["forced_correct"], row["matches_final"], strict=True
         ):
-            assert correct == (None if not answer else grade(answer, row["answer"]))
+            assert correct == (None if not answer else equal(row["answer"], answer))
             assert match == equal(row["forced_answers"][-1] or None, answer or None)
     assert {row["ended"] for row in dataset} >= {"cap"}
     capped = next(row for row in dataset if row["ended"] == "cap")

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 
 from ospruner.durable import write_checked
 from ospruner.eval.grading import boxed
-from ospruner.eval.grading.pool import Verdict
+from ospruner.eval.grading.pool import Grade
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.card import PREFIX_COLUMNS
 from ospruner.train.labels.features import COLUMNS
@@ -95,7 +95,7 @@ def test_what_is_loaded_is_what_is_on_the_disk_now(
         store.finish()
     check(other)
     check(folder)
-    monkeypatch.setattr(boxed, "_at_once", lambda *pair: Verdict(None, "unreadable"))
+    monkeypatch.setattr(boxed, "_at_once", lambda *pair: Grade(None, "unreadable"))
     regrade(folder)
     assert all(None in row["forced_correct"] for row in read_labels(folder))
     check(folder)
@@ -172,8 +172,8 @@ def test_regrade_changes_grades_only(folder: Path, monkeypatch: pytest.MonkeyPat
     # A grader of another opinion: "3" cannot be read.
     at_once = boxed._at_once
 
-    def opinion(reference: str, answer: str) -> Verdict | None:
-        return Verdict(None, "unreadable") if answer == "3" else at_once(reference, answer)
+    def opinion(reference: str, answer: str) -> Grade | None:
+        return Grade(None, "unreadable") if answer == "3" else at_once(reference, answer)
 
     monkeypatch.setattr(boxed, "_at_once", opinion)
     phases: list[tuple[str, int, int]] = []
