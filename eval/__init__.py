@@ -18,6 +18,6 @@ results     every number with its interval: the frame, the file, and text
 
 problems/   where problems come from and how they are asked
 grading/    boxed answers, compared by Math-Verify under a time limit
-report/     terminal, tables, pictures, one HTML page, the paper's numbers
+report/     tables, pictures, one page in Markdown, the paper's numbers
 harness/    policies as models of lm-evaluation-harness
 """

@@ -80,7 +80,7 @@ def test_what_needs_no_child_is_decided_at_once(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "100000000!", "(" * MAX_ANSWER_CHARS])
 def test_pathological_answers_get_no_verdict_and_harm_nobody(answer: str) -> None:
     (verdict,) = compare_many([("42", answer)])
-    assert verdict.correct is None
+    assert verdict.value is None
     assert verdict.reason == "time limit" or not answer.startswith("9^")
     assert equal("42", "42.0") is True  # the next answer is served
 
@@ -163,7 +163,7 @@ def test_a_table_of_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     words = {True: "right", False: "wrong", None: "none"}
     pairs = [(row[1], row[2]) for row in rows]
     for asked in (pairs, [pair[::-1] for pair in pairs]):
-        verdicts = [words[verdict.correct] for verdict in compare_many(asked)]
+        verdicts = [words[verdict.value] for verdict in compare_many(asked)]
         assert [row for row, said in zip(rows, verdicts, strict=True) if said != row[3]] == []
     some = rows[::8]
     monkeypatch.setattr(worker, "_roots_apart", lambda reading: reading)
