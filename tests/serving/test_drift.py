@@ -53,7 +53,7 @@ def test_an_alarm_is_remembered() -> None:
 @pytest.mark.parametrize("wrong", [{"allowed": 0.0}, {"allowed": 1.0}, {"level": 0.0}])
 def test_wrong_shares_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=" is ".join(map(str, *wrong.items()))):
-        Drift(**{"allowed": 0.1, **wrong})
+        Drift(wrong.get("allowed", 0.1), wrong.get("level", 0.05))
 
 
 def test_white_space_alone_is_no_difference() -> None:

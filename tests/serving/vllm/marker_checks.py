@@ -94,9 +94,9 @@ def test_requests_end_where_generate_would(
 ) -> None:
     model = made(reasoner, tmp_path, name)
     llm = start_policy(tmp_path, additional_config={"ospruner": {"stop_policy": True}})
-    prompts, kinds = prompts_of(reasoner, 12), (NEVER, UNCHANGED, {})
+    prompts = prompts_of(reasoner, 12)
     extras: list[dict[str, Any]] = [
-        {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i} | kinds[i % 3]
+        {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i} | [NEVER, UNCHANGED, {}][i % 3]
         for i in range(len(prompts))
     ]
     ended = 0
@@ -130,7 +130,7 @@ def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> No
 
 def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_path: Path) -> None:
     """vLLM leaves special tokens out of a reply's text, by which it is split."""
-    marks = {"think_start": "[THINK]", "think_end": "[/THINK]", "closing": "[/THINK]\n\n"}
+    marks: Any = {"think_start": "[THINK]", "think_end": "[/THINK]", "closing": "[/THINK]\n\n"}
     form = replace(reasoner.token_format.format, name="mine", **marks)
     make_policy(reasoner, tmp_path, reasoning_format=form)
     plain: Any = AutoTokenizer.from_pretrained(tmp_path)

@@ -50,8 +50,8 @@ def started(policy: Policy, config: Any = None, **differing: Any) -> Any:
         ),
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
     }
-    own = {"use_v2_model_runner": False, "speculative_config": None, "additional_config": {}}
-    whole = SimpleNamespace(**own, **parts)
+    whole = SimpleNamespace(use_v2_model_runner=False, speculative_config=None, **parts)
+    whole.additional_config = {}
     for name, value in differing.items():
         [owner] = [one for one in (whole, *parts.values()) if name in vars(one)]
         setattr(owner, name, value)
