@@ -27,8 +27,7 @@ def test_other_versions_are_refused(
     for version in known.split():
         engine.check_version(version)
     for version in (*others.split(), "not installed"):
-        found = re.escape(f"{engine.name} is {version}; the policy inside {engine.name} works with")
-        with pytest.raises(ValueError, match=rf"{found} .*{engine.versions}: pip"):
+        with pytest.raises(ValueError, match=re.escape(f"{engine.name} is {version}; the policy")):
             engine.check_version(version)
     monkeypatch.setenv(engine.untested, "1")
     engine.check_version("not installed")
@@ -61,9 +60,9 @@ print(sorted(ours & set(sys.modules)))
 @pytest.mark.parametrize(
     ("engine", "version", "told"),
     [
-        ("vllm", "0.40.0", "vLLM is 0.40.0; the policy inside vLLM works with the versions >=0.32"),
+        ("vllm", "0.40.0", "vLLM is 0.40.0; the policy"),
         ("vllm", "0.33.0", "vLLM starts without stopping policies: this engine is broken"),
-        ("sglang", "0.6.1", "SGLang is 0.6.1; the policy inside SGLang works with the versions ="),
+        ("sglang", "0.6.1", "SGLang is 0.6.1; the policy"),
         ("sglang", "0.5.23", "SGLang starts without stopping policies: this engine is broken"),
     ],
 )
@@ -76,18 +75,11 @@ def test_no_engine_fails_to_start_for_this_package(
     metadata = tmp_path / f"{engine}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")
-    paths = os.pathsep.join([str(tmp_path), str(repo_dir)])
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repo_dir)])}
     for one in (VLLM, SGLANG):
         environment.pop(one.untested, None)
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED.format(engine=engine)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", LOADED.format(engine=engine)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     if "broken" not in told:

@@ -1,5 +1,5 @@
 """The policy inside vLLM on each base, compiled, and without layers; run one by one, for each
-leaves its own process groups behind. Run by test_bases.py.
+leaves its own process groups behind. Run by test_plugin.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.compilation.counter import compilation_counter
 
@@ -20,56 +20,41 @@ from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-from .plugin_checks import NEVER, environment, record, run, start, start_policy
+from .plugin_checks import UNCHANGED, record, run, start, start_policy
 from .plugin_replay import TOLERANCE, perturb, replay
 
-__all__ = ["environment"]
-
 SIZES: dict[str, Any] = {
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"eos_token_id": 2, "pad_token_id": 0},
     "head_dim": 32,  # vLLM's attention on CPUs takes no smaller one
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
 _ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-_EXPERTS = {"num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _MIXED = [f"{one}_attention" for one in ("sliding", "full", "sliding", "full", "sliding")]
 _KINDS = ("linear", "full", "linear", "linear", "full", "linear")
-_HYBRID: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "layer_types": [f"{k}_attention" for k in _KINDS],
-}
-_HYBRID |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
-_HYBRID_OF_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64} | _EXPERTS | _HYBRID
-_HYBRID_OF_EXPERTS |= {"shared_expert_intermediate_size": 64}
+_HYBRID: dict[str, Any] = {"layer_types": [f"{k}_attention" for k in _KINDS]}
+_HYBRID |= {"num_hidden_layers": 6, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
+_HYBRID_OF_EXPERTS = _EXPERTS | _HYBRID | {"shared_expert_intermediate_size": 64}
 BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
     "qwen2": {"hidden_size": 128},  # its heads always have hidden_size / num_attention_heads
     "qwen3": {},
     "llama": {"rope_parameters": _LLAMA3},
-    "gpt_oss": {"intermediate_size": 64, "num_local_experts": 4, "sliding_window": 32}
-    | _EXPERTS
-    | {"rope_parameters": _YARN},
+    "gpt_oss": {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"sliding_window": 32, "rope_parameters": _YARN},
     # Every other layer is dense, and an odd number of layers: a tail's places show.
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 2}
-    | _EXPERTS
-    | {"norm_topk_prob": True},
+    "qwen3_moe": _EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True},
     "mistral": {"sliding_window": None},
-    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 32} | {"layer_types": _MIXED},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 32, "layer_types": _MIXED},
     "glm4": {"attention_bias": True, "rope_parameters": _ROTATED},
-    "afmoe": {"num_experts": 4, "moe_intermediate_size": 64, "num_dense_layers": 1}
-    | _EXPERTS
-    | {"sliding_window": 32, "num_shared_experts": 1, "score_func": "sigmoid"}
-    | {"route_norm": True, "n_group": 1, "topk_group": 1},  # as in the checkpoints: no defaults
+    "afmoe": _EXPERTS
+    | {"num_dense_layers": 1, "sliding_window": 32, "num_shared_experts": 1}
+    # As in the checkpoints: no defaults.
+    | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "ernie4_5": {},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "sliding_window": 32},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
@@ -83,8 +68,8 @@ BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
     "qwen3_next": _HYBRID_OF_EXPERTS,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID_OF_EXPERTS,
-    "cohere2_moe": {"num_experts": 4, "moe_intermediate_size": 64, "sliding_window": 32} | _EXPERTS,
-    "mimo_v2_flash": {"n_routed_experts": 4, "moe_intermediate_size": 64} | _EXPERTS,
+    "cohere2_moe": _EXPERTS | {"sliding_window": 32},
+    "mimo_v2_flash": {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
 }
 REFUSED = {  # what has the tap, and cannot be right
     "cohere2_moe": "vLLM's Cohere2MoeForCausalLM looks back over 33 tokens, transformers' over 32",
@@ -94,16 +79,9 @@ RIGHT = [name for name in BASES if name not in REFUSED]
 HYBRID = [name for name, one in BASES.items() if "linear_num_key_heads" in one]
 
 
-def random_base(base_type: str, **sizes: Any) -> PreTrainedModel:
-    """Of tiny sizes."""
-    config = AutoConfig.for_model(base_type, **{**SIZES, **BASES[base_type], **sizes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
 @pytest.fixture
-def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
-    """Makes a random base and a policy on it, saved in `tmp_path`."""
+def make(environment: None, reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
+    """Makes a tiny random base and a policy on it, saved in `tmp_path`."""
 
     def made(
         base_type: str,
@@ -111,9 +89,11 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
         tuning: str = "layers",
         adapter_rank: int = 0,
         fresh: bool = False,
+        **sizes: Any,
     ) -> Policy:
         torch.manual_seed(0)
-        base = random_base(base_type).eval()
+        config = AutoConfig.for_model(base_type, **{**SIZES, **BASES[base_type], **sizes})
+        base = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in base.named_parameters():
                 if "norm" not in name:
@@ -122,14 +102,8 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
         base.save_pretrained(where)
         reasoner.tokenizer.save_pretrained(where)
         torch.manual_seed(1)  # for the head
-        model = untrained(
-            base,
-            reasoner.tokenizer,
-            num_layers,
-            tuning,
-            base_model_name_or_path=where,
-            adapter_rank=adapter_rank,
-        )
+        named: dict[str, Any] = {"base_model_name_or_path": where, "adapter_rank": adapter_rank}
+        model = untrained(base, reasoner.tokenizer, num_layers, tuning, **named)
         if fresh:
             torch.nn.init.normal_(model.policy.head.weight, std=0.25)
             torch.nn.init.constant_(model.policy.head.bias, -3)
@@ -153,33 +127,29 @@ def check(
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
     visible = [i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE]
     generator = torch.Generator().manual_seed(1)
-    prompts = [
-        torch.randint(5, 600, (20 + 3 * i,), generator=generator).tolist() for i in range(count)
-    ]
+    lengths = range(20, 20 + 3 * count, 3)
+    prompts = [torch.randint(5, 600, (n,), generator=generator).tolist() for n in lengths]
     common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
     # Few tokens, none of them for long, so that paragraphs end.
     likely = dict.fromkeys([*breaks[:2], *visible[:12]], 50.0)
     common |= {"logit_bias": likely, "frequency_penalty": 2.0}
     arguments: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64, **further}
     arguments |= {"max_num_seqs": 8}
-    plain = start(folder / "base", **arguments)
+    plain: Any = start(folder / "base", **arguments)
     wanted = run(plain, prompts, SamplingParams(**common))
     room = plain.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    assert room is not None
     del plain
     gc.collect()
-    served = start_policy(folder / "policy", **arguments)
-    extras = [NEVER | {"stop_answer": "free", "stop_id": str(i)} for i in range(len(prompts))]
+    served: Any = start_policy(folder / "policy", **arguments)
+    extras = [UNCHANGED | {"stop_id": str(i)} for i in range(len(prompts))]
     outputs = run(served, prompts, [SamplingParams(**common, extra_args=extra) for extra in extras])
     assert outputs == wanted
     left = served.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    assert left is not None
     print(f"room for {left} tokens of {room}")
     share = model.config.num_policy_layers / model.config.get_text_config().num_hidden_layers
-    if model.policy.queries:  # it has no pages of its own
-        share = 0
-    # In tokens, for a block's bytes depend on how vLLM groups layers of two kinds.
-    assert left >= int((1 - share) * room)
+    # In tokens, for a block's bytes depend on how vLLM groups layers of two kinds. A tail of
+    # queries has no pages of its own.
+    assert left >= int((1 - share * (not model.policy.queries)) * room)
     seen: list[float] = []
     for i, [ids] in enumerate(outputs):
         told = record(served, str(i))["probabilities"]

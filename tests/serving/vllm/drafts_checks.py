@@ -1,4 +1,4 @@
-"""A policy beside drafts, in vLLM's model runner V2; run by test_runner_v2.py, case by case."""
+"""A policy beside drafts, in vLLM's model runner V2; run by test_plugin.py, case by case."""
 
 from __future__ import annotations
 
@@ -17,30 +17,17 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from ospruner.demo.shipped import Reasoner
 
-from .plugin_checks import (
-    NEVER,
-    TIGHT,
-    Prompts,
-    check_stops,
-    environment,
-    greedy,
-    mixed,
-    run,
-    start,
-    start_policy,
-)
+from .plugin_checks import TIGHT, UNCHANGED, Prompts, check_stops, greedy, run, start, start_policy
 from .plugin_replay import make_policy
 
-__all__ = ["environment", "mixed", "on_runner_v2"]
+__all__ = ["on_runner_v2"]
 
 EAGLE = {"method": "eagle3", "num_speculative_tokens": 2}
+MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the policy's tuning, and the drafts
     "ngram": ("queries", {"method": "ngram", "prompt_lookup_max": 2, "num_speculative_tokens": 3}),
-    "model": ("queries", {"method": "draft_model", "num_speculative_tokens": 3}),
-    "block": (
-        "queries",
-        {"method": "draft_model", "num_speculative_tokens": 3, "rejection_sample_method": "block"},
-    ),
+    "model": ("queries", MODEL),
+    "block": ("queries", MODEL | {"rejection_sample_method": "block"}),
     "eagle3": ("queries", EAGLE),
     "layers": ("layers", EAGLE),
 }
@@ -76,12 +63,9 @@ def accepted(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("environment")
 def test_drafts(
-    case: str,
-    reasoner: Reasoner,
-    mixed: Prompts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, reasoner: Reasoner, mixed: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that never stops changes nothing; decisions read what was accepted alone."""
     tuning, drafts = CASES[case]
@@ -94,9 +78,7 @@ def test_drafts(
     if tuning == "layers":  # drafts are verified in parts
         monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 4 * 640 * 7)
     prompts = mixed[:10]
-    sampled: list[dict[str, Any]] = [
-        {"temperature": float(i % 2), "seed": i} for i in range(len(prompts))
-    ]
+    sampled: list[dict[str, Any]] = [{"temperature": float(i % 2), "seed": i} for i in range(10)]
     plain = start(reasoner.folder, **TIGHT, speculative_config=drafts)
     wanted = run(plain, prompts, [greedy(**one) for one in sampled])
     plainly = accepted(plain)
@@ -105,8 +87,7 @@ def test_drafts(
     model = make_policy(reasoner, tmp_path / "policy", tuning=tuning)
     served = start_policy(tmp_path / "policy", **TIGHT, speculative_config=drafts)
     before = accepted(served)
-    never = NEVER | {"stop_answer": "free"}
-    assert run(served, prompts, [greedy(never, **one) for one in sampled]) == wanted
+    assert run(served, prompts, [greedy(UNCHANGED, **one) for one in sampled]) == wanted
     count = accepted(served) - before
     print(f"{count} drafts were accepted, {plainly} without a policy")
     assert count > 15

@@ -1,11 +1,12 @@
 """What CUDA graphs ask of the model, on a CPU; run by test_plugin.py.
 
-A graph is recorded once for a padded number of tokens, and replayed for other batches: on the same
-storage, with nothing of Python in it. Here `make_fx` records it.
+A graph is recorded once for a padded number of tokens and replayed for other batches, on the same
+storage, without Python. Here `make_fx` records it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,35 +16,15 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from modeling_ospruner import OSPrunerForCausalLM as Policy
-from ospruner.serving.vllm.model import OSPrunerVLLM
 
-from .plugin_checks import (
-    NEVER,
-    TIGHT,
-    Prompts,
-    Texts,
-    check_stops,
-    environment,
-    greedy,
-    mixed,
-    model,
-    plain,
-    run,
-    start_policy,
-)
-
-__all__ = ["environment", "mixed", "model", "plain"]
+from .plugin_checks import TIGHT, Prompts, Texts, check_as_ever, start_policy
 
 
 class Recorded:
-    """A model's forward, recorded for each padded size, then replayed.
-
-    Attributes:
-        replays: how often, by size.
-    """
+    """A model's forward, recorded for each padded size, then replayed."""
 
     def __init__(self, forward: Any) -> None:
-        self.replays: dict[int, int] = {}
+        self.replays = Counter[int]()  # by size
         self._forward = lambda ids, places: forward(ids, places)  # of no further arguments
         self._graphs: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
@@ -56,8 +37,7 @@ class Recorded:
         for name, slots in context.slot_mapping.items():  # as vLLM pads them: nothing is written
             context.slot_mapping[name] = F.pad(slots, (0, size - tokens), value=-1)
         if size not in self._graphs:
-            ids, places = torch.zeros_like(input_ids[:1]), torch.zeros_like(positions[:1])
-            ids, places = ids.repeat(size), places.repeat(size)
+            ids, places = (torch.zeros_like(one[:1]).repeat(size) for one in (input_ids, positions))
             self._graphs[size] = (make_fx(self._forward)(ids, places), ids, places)
         graph, ids, places = self._graphs[size]
         for output in self._outputs.values():
@@ -67,20 +47,17 @@ class Recorded:
             own[:tokens] = given
         found = graph(ids, places)
         self._outputs.setdefault(size, torch.empty_like(found)).copy_(found)
-        self.replays[size] = self.replays.get(size, 0) + 1
+        self.replays[size] += 1
         return self._outputs[size][:tokens]
 
 
 def _record(worker: Any) -> Recorded:
     """Puts a recorded forward in the place of the model's."""
-    layers = worker.model_runner.compilation_config.static_forward_context.values()
-    for layer in layers:
+    for layer in worker.model_runner.compilation_config.static_forward_context.values():
         if isinstance(layer, Attention):
             layer.use_direct_call = False  # an operator that reads the batch, as on GPUs
     served: Any = worker.model_runner.model
-    recorded = Recorded(served.forward)
-    vars(served)["forward"] = recorded
-    assert isinstance(served, OSPrunerVLLM)
+    recorded = vars(served)["forward"] = Recorded(served.forward)
     return recorded
 
 
@@ -89,11 +66,7 @@ def test_the_forward_is_recorded_once_and_replayed(
 ) -> None:
     served = start_policy(model.config._name_or_path, **TIGHT)
     recorded: Recorded = served.collective_rpc(_record)[0]
-    never = NEVER | {"stop_answer": "free"}
-    params = [greedy(never, ignore_eos=i % 5 == 0) for i in range(len(mixed))]
-    assert run(served, mixed, params) == plain
-    seeds = [{"stop_policy": True, "stop_seed": 7, "stop_sample_index": i} for i in range(36)]
-    assert check_stops(served, model, mixed, seeds)["policy"] > 0
+    assert check_as_ever(served, model, mixed, plain)["policy"] > 0
     print(f"replays by padded size: {recorded.replays}")
     assert 1 < len(recorded.replays) <= 5
     assert sum(recorded.replays.values()) > 100

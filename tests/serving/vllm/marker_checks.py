@@ -23,12 +23,12 @@ from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, 
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, parser_of, register
 
 from ...chats import chat_ids, prompts_of
-from .plugin_checks import NEVER, greedy, record, run, start_policy
-from .plugin_checks import environment as environment
+from .plugin_checks import NEVER, UNCHANGED, greedy, record, run, start_policy
 from .plugin_replay import check_record, make_policy
 
 ANALYSIS = "<|channel|>analysis<|message|>"
-FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+THEN = "<|end|><|start|>assistant"
+FINAL = f"{THEN}<|channel|>final<|message|>"
 CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -46,6 +46,22 @@ def made(reasoner: Reasoner, folder: Path, name: str) -> Policy:
     return make_policy(reasoner, folder, reasoning_format=form)
 
 
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def streamed(
+    parser: Any, tokenizer: Any, request: Any, prompt: list[int], ids: list[int], width: int
+) -> list[Any]:
+    """The parts of a reply to a prompt that comes in pieces of so many tokens."""
+    parts = []
+    for at in range(0, len(ids), width):
+        piece, told = ids[at : at + width], prompt if at == 0 else None
+        text, end = str(tokenizer.decode(piece)), at + width >= len(ids)
+        parts.append(parser.parse_delta(text, piece, request, told, finished=end))
+    return [part for part in parts if part is not None]
+
+
 Split = tuple[str | None, str | None, int]
 
 
@@ -55,42 +71,36 @@ def replied(name: str, tokenizer: Any, prompt: list[int], text: str | list[int])
     Whole, and streamed in pieces that cut markers.
     """
     register()
-    ids = text if isinstance(text, list) else tokenizer.encode(text, add_special_tokens=False)
-    text = str(tokenizer.decode(ids))
+    ids = text if isinstance(text, list) else ids_of(tokenizer, text)
     made_by_vllm: Any = ParserManager.get_parser(reasoning_parser_name=name, tokenizer=tokenizer)
     request: Any = SimpleNamespace(include_reasoning=True, tool_choice="none", tools=None)
     whole = made_by_vllm(tokenizer)
     whole.set_prompt_token_ids(prompt)
+    text = str(tokenizer.decode(ids))
     thinking, answer, _ = whole.parse(text, request, model_output_token_ids=ids)
     counted = whole.count_reasoning_tokens(ids)
     for width in (1, 4, len(ids) or 1):
-        one, parts = made_by_vllm(tokenizer), []
-        for at in range(0, len(ids), width):
-            delta, told = ids[at : at + width], prompt if at == 0 else None
-            end = at + width >= len(ids)
-            parts.append(
-                one.parse_delta(str(tokenizer.decode(delta)), delta, request, told, finished=end)
-            )
-        shown = [part for part in parts if part is not None]
-        assert ("".join(part.reasoning or "" for part in shown) or None) == thinking
-        assert ("".join(part.content or "" for part in shown) or None) == answer
+        one = made_by_vllm(tokenizer)
+        parts = streamed(one, tokenizer, request, prompt, ids, width)
+        assert ("".join(part.reasoning or "" for part in parts) or None) == thinking
+        assert ("".join(part.content or "" for part in parts) or None) == answer
         assert one.count_reasoning_tokens(ids) == counted
     return thinking, answer, counted
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, name: str) -> None:
+def test_requests_end_where_generate_would(
+    environment: None, reasoner: Reasoner, tmp_path: Path, name: str
+) -> None:
     model = made(reasoner, tmp_path, name)
     llm = start_policy(tmp_path, additional_config={"ospruner": {"stop_policy": True}})
     prompts = prompts_of(reasoner, 12)
     extras: list[dict[str, Any]] = [
-        {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i}
-        | ([NEVER, {**NEVER, "stop_answer": "free"}, {}][i % 3])
+        {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i} | [NEVER, UNCHANGED, {}][i % 3]
         for i in range(len(prompts))
     ]
-    outputs = run(llm, prompts, [greedy(extra) for extra in extras])
     ended = 0
-    for i, [ids] in enumerate(outputs):
+    for i, [ids] in enumerate(run(llm, prompts, [greedy(extra) for extra in extras])):
         told = record(llm, f"m{i}")
         check_record(model, prompts[i], ids, extras[i], told)
         text = str(reasoner.tokenizer.decode(ids))
@@ -101,35 +111,27 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
             assert thinking.rstrip(" ") == kept.rstrip(" ")
             if i % 3 == 0:
                 assert answer.startswith(" \\boxed{")
-        if name == "marker":
+        if name == "marker" and told["reason"] != "length":
             parser = ThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
-            if told["reason"] != "length":
-                assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
+            assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
     assert ended >= 4
 
 
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
     """By what the format holds, whatever its name."""
-    for name, parser in (("marker", PARSER), ("phrase", None)):
-        assert (
-            parser_of(made(reasoner, tmp_path / name, name).config.reasoning_format or {}) == parser
-        )
     for form, parser in ((DEEPSEEK_R1, PARSER), (QWEN3, PARSER), (HARMONY, HARMONY_PARSER)):
         for name in (form.name, "one's own"):
-            literals = replace(form, name=name).to_dict()
-            assert parser_of(literals) == parser
+            assert parser_of(replace(form, name=name).to_dict()) == parser
+    literals = made(reasoner, tmp_path / "phrase", "phrase").config.reasoning_format
+    assert parser_of(literals or {}) is None
     with pytest.raises(ValueError, match="no marker alone ends the thinking"):
         ThinkingParser(AutoTokenizer.from_pretrained(tmp_path / "phrase"))
 
 
 def test_markers_of_one_s_own_that_are_special_tokens(reasoner: Reasoner, tmp_path: Path) -> None:
     """vLLM leaves special tokens out of a reply's text, by which it is split."""
-    ends: dict[str, Any] = {
-        "think_start": "[THINK]",
-        "think_end": "[/THINK]",
-        "closing": "[/THINK]\n\n",
-    }
-    form = replace(reasoner.token_format.format, name="mine", **ends)
+    marks: Any = {"think_start": "[THINK]", "think_end": "[/THINK]", "closing": "[/THINK]\n\n"}
+    form = replace(reasoner.token_format.format, name="mine", **marks)
     make_policy(reasoner, tmp_path, reasoning_format=form)
     plain: Any = AutoTokenizer.from_pretrained(tmp_path)
     request = SimpleNamespace(skip_special_tokens=True, tools=None)
@@ -155,22 +157,18 @@ def test_what_follows_a_closed_thinking_is_content(
     end = "That fits" if own else "</think>"
     [opened] = prompts_of(reasoner, 1)
     size = len(reasoner.token_format.opening_ids)
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
     for prompt in (
-        [*opened, *ids(f"\n\n{end}\n\n")],
-        [*opened, *ids(f"3+4=7.\n\n{end}\n\nSo")],
-        [*opened[:-size], *ids("So 3+4")],
+        [*opened, *ids_of(tokenizer, f"\n\n{end}\n\n")],
+        [*opened, *ids_of(tokenizer, f"3+4=7.\n\n{end}\n\nSo")],
+        [*opened[:-size], *ids_of(tokenizer, "So 3+4")],
     ):
         assert replied(PARSER, tokenizer, prompt, "is 7.\n\nYes") == (None, "is 7.\n\nYes", 0)
         assert ThinkingParser(tokenizer).is_reasoning_end(prompt)
     thought = "3+4=7.\n\nSo"
-    for prompt in (opened, [*opened, *ids("3+4=7.\n\n")]):
-        split = (thought, " 7", len(ids(thought)))
-        assert replied(PARSER, tokenizer, prompt, f"{thought}{end} 7") == split
-        assert replied(PARSER, tokenizer, prompt, thought) == (thought, None, len(ids(thought)))
+    size = len(ids_of(tokenizer, thought))
+    for prompt in (opened, [*opened, *ids_of(tokenizer, "3+4=7.\n\n")]):
+        assert replied(PARSER, tokenizer, prompt, f"{thought}{end} 7") == (thought, " 7", size)
+        assert replied(PARSER, tokenizer, prompt, thought) == (thought, None, size)
 
 
 class Speaker:
@@ -181,23 +179,20 @@ class Speaker:
         self.fmt = TokenFormat.compile(form, tokenizer)
         self.prompt = chat_ids(tokenizer, "2 + 3?")
 
-    def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
     def spoken(self, text: str) -> list[int]:
         """Ids of a text in which what stands between two `%` is no marker."""
-        plain, found = text.split("%"), list[int]()
-        for i, piece in enumerate(plain):
+        found = list[int]()
+        for i, piece in enumerate(text.split("%")):
             for part in piece if i % 2 else [piece]:
-                found += self.ids(part)
+                found += ids_of(self.tokenizer, part)
         return found
 
     def replied(self, text: str, more: str = "") -> Split:
-        return replied(PARSER, self.tokenizer, [*self.prompt, *self.ids(more)], self.spoken(text))
+        prompt = [*self.prompt, *ids_of(self.tokenizer, more)]
+        return replied(PARSER, self.tokenizer, prompt, self.spoken(text))
 
 
 TEXTUAL = ReasoningFormat("mine", "Box.", "</reason>", "</reason>\n\n", "\\boxed{", "<reason>")
-OPENERS = {"hermes": "<tool_call>", "minimax": "<minimax:tool_call>", "mistral": "[TOOL_CALLS]"}
 
 
 @pytest.fixture
@@ -213,7 +208,8 @@ def speaker(
     if request.param == "textual":
         template = f"{{# <tool_call> #}}{template}"
     else:
-        tokenizer.add_tokens([*OPENERS.values(), "</tool_call>", "</minimax:tool_call>"])
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>", "[TOOL_CALLS]"])
+        tokenizer.add_tokens(["<minimax:tool_call>", "</minimax:tool_call>"])
     tokenizer.chat_template = template
     made = Speaker(tokenizer, form)
     monkeypatch.setattr(parsers, "format_of", lambda policy: made.fmt)
@@ -253,18 +249,15 @@ def test_markers_that_are_meant_and_that_are_spoken_of(
 
 
 @pytest.mark.parametrize("speaker", ["textual"], indirect=True)
-def test_an_end_marker_that_begins_in_the_prompt(speaker: Speaker) -> None:
+def test_an_end_marker_that_begins_in_the_prompt_and_a_call_inside_the_thinking(
+    speaker: Speaker,
+) -> None:
     half, rest = speaker.form.think_end[:5], speaker.form.think_end[5:]
     assert speaker.replied(f"{rest}\n\n5", more=f"So{half}") == (None, "\n\n5", 0)
-
-
-@pytest.mark.parametrize("speaker", BOTH, indirect=True)
-def test_a_call_inside_the_thinking_is_not_lost(speaker: Speaker) -> None:
-    for opener in OPENERS.values() if speaker.form is QWEN3 else ["<tool_call>"]:
-        call = f'{opener}\n{{"name": "add"}}\n\n'
-        thinking, answer, counted = speaker.replied(f"I add.\n{call}")
-        assert (thinking, answer) == ("I add.\n", call)
-        assert counted <= len(speaker.ids("I add.\n"))
+    call = '<tool_call>\n{"name": "add"}\n\n'
+    thinking, answer, counted = speaker.replied(f"I add.\n{call}")
+    assert (thinking, answer) == ("I add.\n", call)
+    assert counted <= len(speaker.spoken("I add.\n"))
 
 
 CALL_OF = {
@@ -281,42 +274,26 @@ CALL_OF = {
 def test_vllms_parsers_find_calls_inside_and_after_the_thinking(
     speaker: Speaker, name: str, between: str
 ) -> None:
-    made_by_vllm: Any = ParserManager.get_parser(name, PARSER, True, tokenizer=speaker.tokenizer)
+    tokenizer = speaker.tokenizer
+    made_by_vllm: Any = ParserManager.get_parser(name, PARSER, True, tokenizer=tokenizer)
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
     turn: Any = {"role": "user", "content": "2 + 3?"}
     request = ChatCompletionRequest(messages=[turn], tools=[tool], tool_choice="auto")
-    ids = speaker.ids(f"I add.\n\nSo.{between}{CALL_OF[name]}")
-    whole = made_by_vllm(speaker.tokenizer, request.tools)
+    ids = speaker.spoken(f"I add.\n\nSo.{between}{CALL_OF[name]}")
+    whole = made_by_vllm(tokenizer, request.tools)
     whole.set_prompt_token_ids(speaker.prompt)
-    text = str(speaker.tokenizer.decode(ids))
-    thinking, answer, [call] = whole.parse(text, request, True, ids)
+    thinking, answer, [call] = whole.parse(str(tokenizer.decode(ids)), request, True, ids)
     assert (thinking.rstrip(), (answer or "").strip()) == ("I add.\n\nSo.", "")
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": "2"})
     for width in (1, 2):  # of 4 vLLM's own parser of Mistral's calls loses some
-        one, told = made_by_vllm(speaker.tokenizer, request.tools), ["", "", "", ""]
-        for at in range(0, len(ids), width):
-            piece = ids[at : at + width]
-            part = one.parse_delta(
-                str(speaker.tokenizer.decode(piece)),
-                *(piece, request, speaker.prompt),
-                finished=at + width >= len(ids),
-            )
-            calls = [] if part is None else [one.function for one in part.tool_calls or ()]
-            told[0] += (part and part.reasoning) or ""
-            told[1] += (part and part.content) or ""
-            told[2] += "".join(one.name or "" for one in calls)
-            told[3] += "".join(one.arguments or "" for one in calls)
-        assert (told[0].rstrip(), told[1].strip(), told[2]) == ("I add.\n\nSo.", "", "add")
-        assert json.loads(told[3]) == {"a": "2"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
-    folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} does not exist")
-    return AutoTokenizer.from_pretrained(folder)
+        one = made_by_vllm(tokenizer, request.tools)
+        parts = streamed(one, tokenizer, request, speaker.prompt, ids, width)
+        calls = [one.function for part in parts for one in part.tool_calls or ()]
+        assert "".join(part.reasoning or "" for part in parts).rstrip() == "I add.\n\nSo."
+        assert "".join(part.content or "" for part in parts).strip() == ""
+        assert "".join(one.name or "" for one in calls) == "add"
+        assert json.loads("".join(one.arguments or "" for one in calls)) == {"a": "2"}
 
 
 @pytest.mark.parametrize(
@@ -327,13 +304,9 @@ def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
         ("<|channel|>final<|message|>5", None, "5"),
         (f"{ANALYSIS}1 < 2 <| 3 <", "1 < 2 <| 3 <", None),  # what could be half a marker
         (f"of an open analysis{FINAL}5", "of an open analysis", "5"),
-        (
-            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{ANALYSIS}So",
-            "So",
-            "I add.",
-        ),
-        (f"{ANALYSIS}So<|end|><|start|>assistant{CALL}", "So", None),
-        (f"{ANALYSIS}So<|end|><|start|>assistant{ANALYSIS}on", "So\non", None),
+        (f"<|channel|>commentary<|message|>I add.{THEN}{ANALYSIS}So", "So", "I add."),
+        (f"{ANALYSIS}So{THEN}{CALL}", "So", None),
+        (f"{ANALYSIS}So{THEN}{ANALYSIS}on", "So\non", None),
         ("<|channel|>ana", None, None),
         ("", None, None),
     ],
@@ -347,12 +320,13 @@ def test_harmony_is_split(
     assert replied(HARMONY_PARSER, tokenizer, [], text)[:2] == (thinking, answer)
 
 
-def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    parser = HarmonyThinkingParser(tokenizer)
-    thought = tokenizer.encode("So 1.\n\nThen 2.", add_special_tokens=False)
-    said = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
-    before = tokenizer.encode(ANALYSIS, add_special_tokens=False)
-    closing = tokenizer.encode(FINAL, add_special_tokens=False)
+Harmony = tuple[PreTrainedTokenizerBase, TokenFormat]
+
+
+def test_harmony_tokens_are_counted(real_harmony: Harmony) -> None:
+    tokenizer, parser = real_harmony[0], HarmonyThinkingParser(real_harmony[0])
+    parts = (ANALYSIS, "So 1.\n\nThen 2.", FINAL, "\\boxed{5}")
+    before, thought, closing, said = (ids_of(tokenizer, part) for part in parts)
     whole = [*before, *thought, *closing, *said]
     assert parser.count_reasoning_tokens(whole) == len(thought)
     # A grammar holds in the answer alone.
@@ -360,12 +334,14 @@ def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
     assert ended == [False] * opened + [True] * (len(said) + 1)
     assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
+    request = SimpleNamespace(skip_special_tokens=True)
+    assert parser.adjust_request(request).skip_special_tokens is False
 
 
-def test_harmony_after_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    fmt = TokenFormat.compile(HARMONY, tokenizer)
+def test_harmony_after_its_prompt(real_harmony: Harmony) -> None:
+    tokenizer, fmt = real_harmony
     for more, wanted in (
-        (f"{FINAL.removeprefix('<|end|><|start|>assistant')}So", (None, "It is 5.", 0)),
+        (f"{FINAL.removeprefix(THEN)}So", (None, "It is 5.", 0)),
         (f"{ANALYSIS}2 + 3.{FINAL}", (None, "It is 5.", 0)),
         (f"{ANALYSIS}2 + 3.", ("It is 5.", None, 5)),
     ):
@@ -376,17 +352,9 @@ def test_harmony_after_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     assert replied(HARMONY_PARSER, tokenizer, prompt, f"{ANALYSIS}So{FINAL}5") == ("So", "5", 1)
 
 
-def test_harmony_markers_that_are_only_spoken_of(tokenizer: Any) -> None:
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    thought = [*ids("Write <|"), *ids("end|> last.")]
-    assert "<|end|>" in tokenizer.decode(thought)
-    reply = [*ids(ANALYSIS), *thought, *ids(FINAL), *ids("5")]
+def test_harmony_markers_that_are_only_spoken_of(real_harmony: Harmony) -> None:
+    tokenizer = real_harmony[0]
+    thought = [*ids_of(tokenizer, "Write <|"), *ids_of(tokenizer, "end|> last.")]
+    reply = [*ids_of(tokenizer, ANALYSIS), *thought, *ids_of(tokenizer, f"{FINAL}5")]
     wanted = ("Write <|end|> last.", "5", len(thought))
-    assert replied(HARMONY_PARSER, tokenizer, ids("<|start|>assistant"), reply) == wanted
-
-
-def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    request = SimpleNamespace(skip_special_tokens=True)
-    assert HarmonyThinkingParser(tokenizer).adjust_request(request).skip_special_tokens is False
+    assert replied(HARMONY_PARSER, tokenizer, chat_ids(tokenizer, "2 + 3?"), reply) == wanted

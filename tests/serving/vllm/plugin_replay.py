@@ -27,15 +27,8 @@ def make_policy(
     **further: Any,
 ) -> Policy:
     """An untrained policy whose layers differ from the base's, and whose probabilities vary."""
-    base = str(reasoner.folder)
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        num_layers,
-        tuning,
-        base_model_name_or_path=base,
-        **further,
-    )
+    further = {"base_model_name_or_path": str(reasoner.folder), **further}
+    model = untrained(reasoner.model, reasoner.tokenizer, num_layers, tuning, **further)
     perturb(model)
     if price is not None:
         model.config.price = price
@@ -63,30 +56,23 @@ def perturb(model: Policy) -> None:
 def replay(
     model: Policy,
     prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    extra: Mapping[str, Any],
+    output_ids: Sequence[int],  # with the one that ended it
+    extra: Mapping[str, Any],  # its keys; with a seed, where it samples
     probabilities: Sequence[float] | None = None,
     tolerance: float = TOLERANCE,
 ) -> StopRow:
     """Follows a response; every token that the rules determine must stand there.
 
-    Args:
-        model: the policy on its base.
-        prompt_ids: the prompt.
-        output_ids: all tokens of the response, the one that ended it included.
-        extra: the request's keys; with a seed, where it samples.
-        probabilities: what vLLM recorded at the response's step ends, in order: compared with
-            the model's, and used in their place, lest a near tie tell nothing.
-        tolerance: of that comparison.
+    What vLLM recorded at its step ends is compared with the model's probabilities, and used in
+    their place, lest a near tie tell nothing.
     """
     fmt, config = model.token_format, model.config
     settings = StopRequest(extra).settings(StopRequest(None))
     assert settings is not None
     settings = settings.with_defaults(config)
     eos = frozenset(fmt.eos_ids)
-    row = StopRow(
-        RowPlan(settings, fmt, eos, config.step_stride), prompt_ids, settings.first_sample_index
-    )
+    plan = RowPlan(settings, fmt, eos, config.step_stride)
+    row = StopRow(plan, prompt_ids, settings.first_sample_index)
     ids = torch.tensor([[*prompt_ids, *output_ids]])
     ours = torch.sigmoid(stop_logits(model, ids))[0].tolist()
     for i, token in enumerate(output_ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,31 +19,6 @@ from ospruner.serving.vllm.runner_v2 import V2Processor
 
 from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said
 from .plugin_replay import make_policy
-
-
-@pytest.fixture(scope="module")
-def queries(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return make_policy(reasoner, tmp_path_factory.mktemp("queries"), 1, "queries")
-
-
-def engine_config(model: Policy, head: StopHead, drafts: int = 0) -> Any:
-    """As much of vLLM's configuration as processors read."""
-    folder = model.config._name_or_path
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_config=model.config,
-            architectures=[type(model).__name__],
-            model=folder,
-            tokenizer=folder,
-            tokenizer_revision=None,
-            seed=0,
-        ),
-        additional_config={},
-        compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: head}),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
-        parallel_config=SimpleNamespace(rank=1),
-    )
 
 
 def test_a_request_that_comes_back_to_v1_is_known_by_its_parameters_and_tokens() -> None:
@@ -72,15 +48,23 @@ class RunnerV2:
         head.weight.data.fill_(1.0)
         head.bias.data.zero_()
         head.pages = SimpleNamespace(hidden=self.hidden)
-        self.arrivals = SimpleNamespace(entering={}, leaving=None, batch=None)
-        head.arrivals = self.arrivals
+        self.arrivals = head.arrivals = SimpleNamespace(entering={}, leaving=None, batch=None)
         slots: Any = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=SLOTS,
             total_len=SimpleNamespace(gpu=self.total),
             all_token_ids=SimpleNamespace(gpu=self.ids),
         )
-        self.processor = V2Processor(engine_config(model, head, drafts), slots)
+        folder = model.config._name_or_path
+        named = {"hf_config": model.config, "tokenizer": folder, "tokenizer_revision": None}
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(seed=0, **named),
+            additional_config={},
+            compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: head}),
+            speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+            parallel_config=SimpleNamespace(rank=1),
+        )
+        self.processor = V2Processor(config, slots)
 
     def come(self, slot: int, name: str, request: Request) -> None:
         text = [*request.origin_input_ids, *request.output_ids]
@@ -97,9 +81,8 @@ class RunnerV2:
 
     def hidden(self, rows: Any, lengths: Any, places: Any) -> torch.Tensor:
         texts = [one.origin_input_ids + one.output_ids + d for _, one, d in self.here.values()]
-        asked = [
-            texts[row][:length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
-        ]
+        pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
+        asked = [texts[row][:length] for row, length in pairs]
         assert not any(-1 in text for text in asked)  # no draft: it and what follows are rejected
         return torch.tensor([[said(text)] for text in asked])
 
@@ -146,22 +129,22 @@ class RunnerV2:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_slots_of_runner_v2_stop_as_rows_do(queries: Policy, drafts: int) -> None:
+def test_slots_of_runner_v2_stop_as_rows_do(
+    reasoner: Reasoner, tmp_path: Path, drafts: int
+) -> None:
     """Through slots that are used again, preempted in between, and ahead of what stands."""
-    model = queries
+    model = make_policy(reasoner, tmp_path, 1, "queries")
     runner, draw = RunnerV2(model, drafts), random.Random(0)
-    waiting = [make_request(model, i, max_answer_tokens=3) for i in range(10)]
-    names = {id(request): f"r{i}" for i, request in enumerate(waiting)}
+    waiting = [(f"r{i}", make_request(model, i, max_answer_tokens=3)) for i in range(10)]
     reasons = []
     for step in range(200):
         if step % 5 == 4 and runner.here:  # the oldest is preempted
             slot = min(runner.here)
-            waiting.insert(0, runner.here[slot][1])
+            waiting.insert(0, runner.here[slot][:2])
             runner.leave(slot)
         for slot in sorted(set(range(SLOTS)) - set(runner.here), reverse=True):
             if waiting:
-                request = waiting.pop(0)
-                runner.come(slot, names[id(request)], request)
+                runner.come(slot, *waiting.pop(0))
         if not runner.here:
             break
         runner.step(draw)
@@ -171,11 +154,8 @@ def test_slots_of_runner_v2_stop_as_rows_do(queries: Policy, drafts: int) -> Non
                 continue
             runner.leave(slot)
             ids = one.output_ids[: min([MOST, *(i + 1 for i in ends)])]
-            [named], (wanted, record) = (
-                runner.processor.named("stop_id", name),
-                by_rows(model, one, MOST),
-            )
-            told = named.record
+            [named] = runner.processor.named("stop_id", name)
+            told, (wanted, record) = named.record, by_rows(model, one, MOST)
             assert ids[: len(wanted)] == wanted
             assert len(ids) <= len(wanted) + 1  # the end, which is forced here
             known = (told.reason, told.thinking_tokens, told.step_ends)

@@ -1,4 +1,4 @@
-"""A policy in vLLM's model runner V2, in process; run by test_runner_v2.py.
+"""A policy in vLLM's model runner V2, in process; run by test_plugin.py.
 
 The checks of V1, by the same code: what must be equal is.
 """
@@ -13,29 +13,16 @@ from pathlib import Path
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 
-from . import bases_checks, plugin_checks, price_checks
+from . import bases_checks, plugin_checks, queries_checks
 from .bases_checks import make
-from .plugin_checks import (
-    NEVER,
-    TIGHT,
-    check_stops,
-    environment,
-    greedy,
-    mixed,
-    plain,
-    run,
-    served,
-    start_policy,
-)
+from .plugin_checks import TIGHT, Prompts, Texts, check_as_ever, start_policy
 from .plugin_replay import make_policy
 from .queries_checks import model
 
-__all__ = ["environment", "make", "mixed", "model", "on_runner_v2", "plain", "served"]
-
+__all__ = ["make", "model", "on_runner_v2"]
 
 test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing
 test_stops = plugin_checks.test_stops_where_generate_would
-test_several_texts = plugin_checks.test_several_texts_of_one_prompt_stop_on_their_own
 test_draws = plugin_checks.test_the_ith_text_draws_as_sample_index_i
 test_limits = plugin_checks.test_limits_and_stop_strings_end_requests_as_ever
 test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alone
@@ -43,7 +30,7 @@ test_grammars = plugin_checks.test_a_grammar_governs_the_answer_of_a_pruned_thin
 test_answers = plugin_checks.test_a_request_under_way_answers_when_it_is_told
 test_closed = plugin_checks.test_a_prompt_that_closed_its_thinking_is_left_alone
 # From here on each starts an engine of its own, which ends the one before.
-test_prices = price_checks.test_it_is_served_at_the_prices_of_server_and_requests
+test_prices = queries_checks.test_it_is_served_at_the_prices_of_server_and_requests
 
 
 def test_a_hybrid(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
@@ -53,11 +40,8 @@ def test_a_hybrid(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> N
 
 
 def test_layers_of_their_own_stop_where_generate_would(
-    plain: list[list[list[int]]], reasoner: Reasoner, mixed: list[list[int]], tmp_path: Path
+    plain: Texts, reasoner: Reasoner, mixed: Prompts, tmp_path: Path
 ) -> None:
     model = make_policy(reasoner, tmp_path)
     served = start_policy(tmp_path, **TIGHT)
-    never = [greedy(NEVER | {"stop_answer": "free"}, ignore_eos=i % 5 == 0) for i in range(12)]
-    assert run(served, mixed[:12], never) == plain[:12]
-    seeds = [{"stop_policy": True, "stop_seed": 7, "stop_sample_index": i} for i in range(12)]
-    assert check_stops(served, model, mixed[:12], seeds)["policy"] > 0
+    assert check_as_ever(served, model, mixed[:12], plain[:12])["policy"] > 0

@@ -30,23 +30,16 @@ from ospruner.serving.vllm.servable import check_start, why_not
 
 from ...broken_tensors import BROKEN, break_tensors
 from ...chats import chat_ids
-from .plugin_replay import make_policy
-
-
-@pytest.fixture(scope="module")
-def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
 
 
 def started(policy: Policy, config: Any = None, **differing: Any) -> Any:
     """As much of vLLM's configuration as `check_start` reads; other settings by name."""
-    sizes = dict.fromkeys(("pipeline", "data", "decode_context", "prefill_context"), 1)
-    parallel = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    sizes = ("pipeline", "data", "decode_context", "prefill_context")
+    parallel: dict[str, Any] = {f"{name}_parallel_size": 1 for name in sizes}
+    parallel |= {"use_ubatching": False, "worker_extension_cls": ""}
     parts = {
         "structured_outputs_config": SimpleNamespace(reasoning_parser=""),
-        "parallel_config": SimpleNamespace(
-            use_ubatching=False, worker_extension_cls="", **parallel
-        ),
+        "parallel_config": SimpleNamespace(**parallel),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "model_config": SimpleNamespace(
             logits_processors=None,
@@ -57,9 +50,8 @@ def started(policy: Policy, config: Any = None, **differing: Any) -> Any:
         ),
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
     }
-    whole = SimpleNamespace(
-        use_v2_model_runner=False, speculative_config=None, additional_config={}, **parts
-    )
+    whole = SimpleNamespace(use_v2_model_runner=False, speculative_config=None, **parts)
+    whole.additional_config = {}
     for name, value in differing.items():
         [owner] = [one for one in (whole, *parts.values()) if name in vars(one)]
         setattr(owner, name, value)
@@ -80,35 +72,25 @@ def drafting(method: str = "eagle3", **further: Any) -> dict[str, Any]:
     return {"use_v2_model_runner": True, "speculative_config": speculative}
 
 
+QUERIES = {"tuning": "queries"}
+
+
 @pytest.mark.parametrize(
     ("fields", "differing", "message"),
     [
-        (
-            {},
-            drafting("mtp"),
-            "method is 'mtp', and .* 'ngram_gpu' or .* 'eagle3': no other drafts were run",
-        ),
-        ({}, drafting(rejection_sample_method="synthetic"), "is 'synthetic', .* beyond a stop"),
-        ({}, {"enable_trace_replay": True}, "trace_replay is True, .*: what it replays is written"),
-        ({}, {"pipeline_parallel_size": 2}, "parallel_size is 2.*--tensor-parallel-size"),
-        ({}, {"reasoning_parser": "openai_gptoss"}, "type is gpt_oss.*parser ospruner_harmony"),
-        ({"method": "flashthink"}, {}, "is a verifier, which reads another"),
+        ({}, drafting("mtp"), "method is 'mtp'"),
+        ({}, drafting(rejection_sample_method="synthetic"), "method is 'synthetic'"),
+        ({}, {"enable_trace_replay": True}, "trace_replay is True"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({}, {"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
+        ({}, {"use_ubatching": True}, "use_ubatching is True"),
+        ({}, {"reasoning_parser": "openai_gptoss"}, "parser is 'openai_gptoss'"),
+        ({"method": "flashthink"}, {}, "is a verifier"),
         ({"hidden_size": 64}, {}, "hidden_size 128 where the policy needs 64"),
-        ({"model_type": "olmo2"}, {}, "is a olmo2; inside vLLM Olmo2ForCausalLM is run by transf"),
-        *(
-            (
-                {"tuning": "queries"},
-                {name: value},
-                rf"{name} is {value!r}, and .* inside vLLM .*{do}",
-            )
-            for name, value, do in (
-                ("cache_dtype", "fp8", "leave --kv-cache-dtype out"),
-                ("data_parallel_size", 2, "use --tensor-parallel-size"),
-                ("decode_context_parallel_size", 2, "use --tensor-parallel-size"),
-            )
-        ),
-        ({}, {"prefill_context_parallel_size": 4}, "parallel_size is 4.*--tensor-parallel-size"),
-        ({}, {"use_ubatching": True}, "use_ubatching is True, .* inside vLLM .*--enable-dbo out"),
+        ({"model_type": "olmo2"}, {}, "is a olmo2"),
+        (QUERIES, {"cache_dtype": "fp8"}, "cache_dtype is 'fp8'"),
+        (QUERIES, {"data_parallel_size": 2}, "data_parallel_size is 2"),
+        (QUERIES, {"decode_context_parallel_size": 2}, "context_parallel_size is 2"),
     ],
 )
 def test_what_would_be_wrong_is_refused_at_start(
@@ -123,30 +105,27 @@ def test_what_stops_is_named_as_vllm_chooses_its_runner(
 ) -> None:
     monkeypatch.setattr(Defaults, "here", Defaults.here)
     monkeypatch.setattr(Defaults, "config", None)
-    for v2, own, defaults in ((False, None, {}), (True, ["a:B"], {"stop_policy": False})):
+    for v2, own in ((False, None), (True, ["a:B"])):
         config = started(model, use_v2_model_runner=v2, logits_processors=own)
-        config.additional_config = {"ospruner": defaults}
+        config.additional_config = {"ospruner": {"stop_policy": not v2}}
         ServedPolicy.verify_and_update_config(config)
         *others, name = config.model_config.logits_processors
         assert others == (own or [])
         assert name == f"ospruner.serving.vllm.runner_v{1 + v2}:V{1 + v2}Processor"
         assert issubclass(resolve_name(name), PolicyProcessor)
-        extension = resolve_name(config.parallel_config.worker_extension_cls)
-        assert extension is StopRecords
+        assert resolve_name(config.parallel_config.worker_extension_cls) is StopRecords
         assert config.structured_outputs_config.reasoning_parser == "ospruner"
         assert Defaults.here.on is not v2
     theirs = started(model, reasoning_parser="qwen3", worker_extension_cls="c.D")
     ServedPolicy.verify_and_update_config(theirs)
     assert theirs.structured_outputs_config.reasoning_parser == "qwen3"
     assert theirs.parallel_config.worker_extension_cls == "c.D"
-    with pytest.raises(ValueError, match=r"speculative decoding.*leave --speculative-config out"):
-        ServedPolicy.verify_and_update_config(
-            started(model, **drafting() | {"use_v2_model_runner": False})
-        )
-    with pytest.raises(ValueError, match=r"additional_config\['ospruner'\]: stop_threshold is 4"):
-        ServedPolicy.verify_and_update_config(
-            started(model, additional_config={"ospruner": {"stop_threshold": 4}})
-        )
+    for wrong, message in (
+        (drafting() | {"use_v2_model_runner": False}, "speculative decoding is on"),
+        ({"additional_config": {"ospruner": {"stop_threshold": 4}}}, "stop_threshold is 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServedPolicy.verify_and_update_config(started(model, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -186,16 +165,13 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
     text = {"model_type": "qwen2", "num_hidden_layers": 2}
     config = OSPrunerConfig(text_config=text, num_policy_layers=1, adapter_rank=2)
     found = dict(merge_adapters([*adapters.items(), *base.items()], config))
-    assert set(found) - set(base) == {
-        f"{at}.weight",
-        "policy.tail.layers.0.input_layernorm.weight",
-        "policy.tail.norm.weight",
-    }
+    copied = {f"policy.tail.{name}.weight" for name in ("layers.0.input_layernorm", "norm")}
+    assert set(found) - set(base) == {f"{at}.weight"} | copied
     torch.testing.assert_close(found[f"{at}.weight"], weight + 2 * up @ down)
     assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
     assert torch.equal(found["policy.tail.norm.weight"], norm + 1)
     base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*_rank"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged"):
         list(merge_adapters([*base.items(), *adapters.items()], config))
     assert list(merge_adapters(base.items(), OSPrunerConfig())) == [*base.items()]
 
@@ -203,13 +179,10 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
 def test_files_that_are_others_are_refused_at_start(
     model: Policy, reasoner: Reasoner, tmp_path: Path
 ) -> None:
-    """Other weights of the base, positions that vLLM computes otherwise, and broken tensors.
-
-    `tests/modeling` has all kinds of the last two.
-    """
+    """`tests/modeling` has all kinds of positions and of broken tensors."""
     check_start(started(model, **drafting()))
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
-    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+    with pytest.raises(OSError, match="the base '/nowhere/at/all'"):
         check_start(started(model, absent))
     folder = Path(shutil.copytree(reasoner.folder, tmp_path / "base"))
     moved = changed(model, base_model_name_or_path=str(folder))
@@ -225,7 +198,7 @@ def test_files_that_are_others_are_refused_at_start(
     literals = json.loads((folder / "config.json").read_text("utf-8"))
     literals["rope_parameters"] = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(literals), "utf-8")
-    with pytest.raises(ValueError, match=r"has rope_type 'dynamic', whose positions change .*\(fr"):
+    with pytest.raises(ValueError, match="has rope_type 'dynamic'"):
         check_start(started(model, moved))
     broken = shutil.copytree(model.config._name_or_path, tmp_path / "policy")
     said = break_tensors(broken, next(iter(BROKEN)))
@@ -248,19 +221,15 @@ def test_anthropics_budget_is_the_policys(monkeypatch: pytest.MonkeyPatch, on: b
         assert params.thinking_token_budget == (None if on else 2000)
 
 
-@pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("width", [1, 3, 100])
-def test_stop_strings_cut_no_thinking(model: Policy, on: bool, width: int) -> None:
+def test_stop_strings_cut_no_thinking(model: Policy, width: int) -> None:
     """vLLM's own detokenizer looks for them, in chunks of any width."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    prompt = chat_ids(tokenizer, "Solve 2x=6.")
-    extra = {"stop_policy": on}
-    params = SamplingParams(stop=["\n\n", "7"], max_tokens=99, extra_args=extra)
 
-    def told(prompt_ids: list[int], text: str) -> tuple[str, str | None]:
-        request: Any = SimpleNamespace(
-            request_id="a", sampling_params=params, prompt_token_ids=prompt_ids
-        )
+    def told(on: bool, prompt_ids: list[int], text: str) -> tuple[str, str | None]:
+        params = SamplingParams(stop=["\n\n", "7"], extra_args={"stop_policy": on})
+        asked = {"sampling_params": params, "prompt_token_ids": prompt_ids}
+        request: Any = SimpleNamespace(request_id="a", **asked)
         made = IncrementalDetokenizer.from_new_request(tokenizer, request)
         ids = tokenizer.encode(text, add_special_tokens=False)
         for at in range(0, len(ids), width):
@@ -269,11 +238,9 @@ def test_stop_strings_cut_no_thinking(model: Policy, on: bool, width: int) -> No
         return made.get_next_output_text(True, False), None
 
     thought = "3+4=7.\n\nSo 7.</think>\n\n"
-    if not on:
-        assert told(prompt, thought) == ("3+4=", "7")
-        return
-    assert told(prompt, thought) == (thought, None)
-    assert told(prompt, f"{thought}x=3 7\n\n8") == (f"{thought}x=3 ", "7")
-    assert told(prompt, f"{thought}x=3\n\n8") == (f"{thought}x=3", "\n\n")
-    closed = [*prompt, *tokenizer.encode("</think>", add_special_tokens=False)]
-    assert told(closed, "x=3\n\n8") == ("x=3", "\n\n")
+    prompt, closed = (chat_ids(tokenizer, "Solve 2x=6.", more) for more in ("", "</think>"))
+    assert told(False, prompt, thought) == ("3+4=", "7")
+    assert told(True, prompt, thought) == (thought, None)
+    assert told(True, prompt, f"{thought}x=3 7\n\n8") == (f"{thought}x=3 ", "7")
+    assert told(True, prompt, f"{thought}x=3\n\n8") == (f"{thought}x=3", "\n\n")
+    assert told(True, closed, "x=3\n\n8") == ("x=3", "\n\n")

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-import urllib.request
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import OpenAI
 
 from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import CALIBRATION_FIELDS
+from ospruner.serving.saved import saved_by
 
-from ...chats import prompts_of
+from ...chats import asked_of, prompts_of
 from ...goldens import served
 from ...own_process import needs_vllm
 from ...server_process import running_vllm
 from .plugin_replay import check_record, make_policy
 
 pytestmark = [pytest.mark.slow, needs_vllm]
-
-SOAK_REQUESTS = 600
 
 
 @pytest.fixture(scope="module")
@@ -58,44 +58,10 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(policy: tuple[Policy, Path]) -> Iterator[OpenAI]:
-    compact = (
-        "--structured-outputs-config",
-        '{"backend": "xgrammar", "disable_any_whitespace": true}',
-    )
-    with serving(policy[1], "--opt-in", "--efforts", "low=0,high=1", *compact) as url:
+    compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
+    options = ("--efforts", "low=0,high=1", "--structured-outputs-config", compact)
+    with serving(policy[1], "--opt-in", *options) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none")
-
-
-def text(client: OpenAI, path: str) -> str:
-    root = str(client.base_url).removesuffix("/v1/")
-    with urllib.request.urlopen(f"{root}{path}", timeout=60) as answer:
-        body: bytes = answer.read()
-    return body.decode()
-
-
-def test_completions_stop_per_request(
-    client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner
-) -> None:
-    model, fmt = policy[0], policy[0].token_format
-    for i, prompt in enumerate(prompts_of(reasoner, 6)):
-        extra = {"stop_policy": True, "stop_seed": 5, "stop_sample_index": i, "stop_id": f"c{i}"}
-        asked: dict[str, Any] = {"model": "toy", "prompt": prompt, "temperature": 0}
-        asked |= {"max_tokens": 400}
-        body = {"return_token_ids": True, "vllm_xargs": extra}
-        whole = client.completions.create(**asked, extra_body=body).choices[0]
-        ids: list[int] = whole.token_ids
-        told = json.loads(text(client, f"/ospruner/stops/c{i}"))
-        check_record(model, prompt, ids, extra, told)
-        streamed = [
-            token
-            for part in client.completions.create(**asked, extra_body=body, stream=True)
-            for token in part.choices[0].token_ids
-        ]
-        assert streamed == ids
-    plain = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
-    assert len(plain.token_ids) > len(ids) - len(fmt.forced_suffix())
-    with pytest.raises(NotFoundError):
-        client.get("/../ospruner/stops/nobody", cast_to=object)
 
 
 ASK: Any = {"role": "user", "content": "Solve 3x+54=102 for x."}
@@ -110,6 +76,7 @@ class Reply(NamedTuple):
     counted: int
     told: dict[str, Any]  # how the thinking ended, where the policy is on
     ended: str  # why the text ended, of a chat
+    called: str  # the name of the tool and its arguments, likewise
 
 
 def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) -> Reply:
@@ -129,13 +96,16 @@ def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) 
         parts = [one["response"] for one in parts if one["type"] == "response.completed"]
     usage: Any = next((one["usage"] for one in reversed(parts) if one.get("usage")), {})
     counted = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
-    thinking = content = ended = ""
+    thinking = content = ended = called = ""
     for part in parts:
         for choice in part.get("choices", []):
             message = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
             thinking += message.get("reasoning") or ""
             content += message.get("content") or ""
             ended = choice.get("finish_reason") or ended
+            for call in message.get("tool_calls") or ():
+                called += call["function"].get("name") or ""
+                called += call["function"].get("arguments") or ""
         for item in part.get("output", []):  # of responses
             texts = "".join(one["text"] for one in item["content"])
             thinking += texts if item["type"] == "reasoning" else ""
@@ -144,7 +114,7 @@ def ask(client: OpenAI, route: str, more: dict[str, Any], stream: bool = False) 
         for block in part.get("content", [delta] if isinstance(delta, dict) else []):  # Anthropic's
             thinking += block.get("thinking", "")
             content += block.get("text", "")
-    return Reply(thinking, content, counted.get("reasoning_tokens") or 0, told[0], ended)
+    return Reply(thinking, content, counted.get("reasoning_tokens") or 0, told[0], ended, called)
 
 
 SAID = [ASK, {"role": "assistant", "content": "So 3x="}]
@@ -177,9 +147,7 @@ DIALECTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "completions": ("/completions", {"reasoning_effort": "low"}, "policy"),
     "vllm": ("/chat/completions", {"thinking_token_budget": 5}, "budget"),
     "qwen": ("/chat/completions", {"thinking_budget": 5}, "budget"),
-    "llama.cpp": ("/chat/completions", {"thinking_budget_tokens": 5}, "budget"),
     "responses, budget": ("/responses", {"thinking_budget": 5}, "budget"),
-    "both": ("/chat/completions", {"thinking_budget": 900, "reasoning_effort": "low"}, "policy"),
 }
 
 
@@ -224,9 +192,8 @@ def test_the_answer_is_the_grammars_and_the_thinking_is_pruned(
     client: OpenAI, how: str, route: str, stream: bool
 ) -> None:
     form, pattern = FORMATS[how]
-    body = {
-        k: v for k, v in form.items() if k != ("text" if "chat" in route else "response_format")
-    }
+    other = "text" if "chat" in route else "response_format"
+    body = {k: v for k, v in form.items() if k != other}
     for reason, keys in ENDS.items():
         found = ask(client, route, body | {"vllm_xargs": keys}, stream)
         assert re.fullmatch(pattern, found.content.strip()), found.content
@@ -234,17 +201,13 @@ def test_the_answer_is_the_grammars_and_the_thinking_is_pruned(
         assert found.told["reason"] == reason
 
 
-@pytest.mark.parametrize("route", ["/chat/completions", "/messages"])
-def test_stop_strings_end_the_answer_alone(client: OpenAI, route: str) -> None:
-    body: dict[str, Any] = {"stop_sequences" if route == "/messages" else "stop": ["\n\n"]}
-    on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 30}
-    found = ask(client, route, body | {"vllm_xargs": on})
-    assert "\n\n" in found.thinking
-    assert "\\boxed{" in found.content
-    cut = ask(client, route, body | {"vllm_xargs": {"stop_policy": False}})
-    assert cut.thinking
-    assert "\n\n" not in cut.thinking  # which vLLM has cut
-    assert cut.content == ""
+def test_stop_strings_end_the_answer_alone(client: OpenAI) -> None:
+    for on in (True, False):
+        keys = {"stop_policy": on, "stop_threshold": 1.0, "max_thinking_tokens": 30}
+        found = ask(client, "/chat/completions", {"stop": ["\n\n"], "vllm_xargs": keys})
+        assert found.thinking
+        assert ("\n\n" in found.thinking) is on  # else vLLM has cut it
+        assert ("\\boxed{" in found.content) is on
 
 
 def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
@@ -254,14 +217,9 @@ def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
 def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
     url = str(client.base_url).removesuffix("/v1/")
     example = repo_dir / "docs" / "examples" / "serving_client.py"
-    done = subprocess.run(
-        [sys.executable, str(example), url], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    assert "stopped by: " in done.stdout
-    assert "streamed: " in done.stdout
-    assert "ospruner_thinking_ended_total{" in done.stdout
+    told = subprocess.check_output([sys.executable, str(example), url], text=True)
+    for said in ("stopped by: ", "streamed: ", "ospruner_thinking_ended_total{"):
+        assert said in told
 
 
 def spoiled(draw: random.Random, prompt: list[int], fmt: TokenFormat) -> list[int]:
@@ -309,14 +267,14 @@ def test_soak(client: OpenAI, policy: tuple[Policy, Path], reasoner: Reasoner) -
                 ids += part.choices[0].token_ids
                 if len(ids) >= patience:
                     return "aborted"
-        told = json.loads(text(client, f"/ospruner/stops/soak{number}"))
+        told = httpx.get(f"{client.base_url}../ospruner/stops/soak{number}", timeout=60).json()
         check_record(model, prompt, ids, extra, told, ahead=True)
         if number % 20 == 0:
             memory.append(sum(map(int, subprocess.check_output(family).split())))
         return str(told["reason"])
 
     with ThreadPoolExecutor(64) as pool:
-        counts = Counter(pool.map(one, range(SOAK_REQUESTS)))
+        counts = Counter(pool.map(one, range(600)))
     print(counts, f"memory of the server, kB: {memory}")
     assert min(counts[reason] for reason in ("aborted", "policy", "budget", "natural")) > 5
     # What grows with every request shows between the second quarter and the end.
@@ -335,15 +293,40 @@ def test_vllms_own_command_serves_a_policy_and_any_other_model(
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         lengths = []
         for extra in ({}, {"stop_policy": False, "stop_answer": "free"}):
-            reply = client.chat.completions.create(
-                model=str(folder),
-                messages=[{"role": "user", "content": ASK["content"]}],
-                temperature=0,
-                max_tokens=300,
-                extra_body={"vllm_xargs": extra},
-            )
-            assert reply.usage is not None
+            asked: dict[str, Any] = {"model": str(folder), "messages": [ASK], "max_tokens": 300}
+            asked |= {"temperature": 0, "extra_body": {"vllm_xargs": extra}}
+            reply: Any = client.chat.completions.create(**asked)
             lengths.append(reply.usage.completion_tokens)
-        message: Any = reply.choices[0].message
         assert (lengths[0] < lengths[1]) is stops
-        assert bool(message.reasoning) is stops  # the parser is a policy's
+        assert bool(reply.choices[0].message.reasoning) is stops  # the parser is a policy's
+
+
+def test_answers_of_the_control_group_are_compared(reasoner: Reasoner, tmp_path: Path) -> None:
+    """A policy that stops at the first step: where it would have, the answer mostly differs."""
+    folder, count = tmp_path / "policy", 20
+    make_policy(reasoner, folder)
+    file = folder / "config.json"
+    promise: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS, 0) | {"mode": "threshold"}
+    bins = {"edges": [1.0], "shares": [0.5, 0.5]}
+    promise |= {"threshold": 0.0, "price": None, "max_loss": 0.02, "confidence": 0.95}
+    promise |= {"disagreement": 0.01, "traffic": {"thinking_tokens": bins, "first_step": bins}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"calibrations": [promise]}))
+    with serving(folder, "--max-loss", "0.02", "--control", "0.7") as url:
+        for number, question in enumerate(asked_of(reasoner, count)):
+            turn = {"role": "user", "content": question}
+            body = {"model": "toy", "messages": [turn], "max_tokens": 500, "temperature": 0}
+            body["stream"] = number % 2 == 0
+            reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+            assert '"ospruner":' in reply.text, reply.text
+        pattern = r'^ospruner_control_answers_total\{.*differs="(\w+)".*\} (\S+)$'
+        for _ in range(60):
+            told = httpx.get(f"{url}/metrics").text
+            found = {name: float(n) for name, n in re.findall(pattern, told, re.M)}
+            if sum(found.values()) >= count / 2:
+                break
+            time.sleep(1)
+        assert found["yes"] > sum(found.values()) / 2
+        said = saved_by(url)
+    for part in ("promise of 2 points: of ", "3.0% are allowed", "DRIFTED"):
+        assert part in said
+    assert "may no longer hold" in folder.with_suffix(".log").read_text("utf-8")
