@@ -1,12 +1,11 @@
 """What the training tests share: made-up traces whose tokens show the answer, and runs on them."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.demo.problems import Split
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
 from ospruner.eval.problems.problem import Problem
@@ -38,25 +36,15 @@ from ospruner.train.trainer import StopTrainer
 
 from ..label_rows import label_row
 
-MakeLabels = Callable[..., Dataset]
 MakeTrainer = Callable[..., StopTrainer]
 Fit = Callable[..., list[SavedPolicy]]
-PRICE = 5e-3
-PRICES = [3e-2, 1e-2, PRICE]
+TINY = LabelSettings(base_model="tiny", reasoning_format=DEEPSEEK_R1.to_dict())
+PRICES = [3e-2, 1e-2, 5e-3]
 """Started at 1e-2, this problem collapses to "never stop", as the paper describes."""
 RANGE = [5e-4, 0.1]  # of the rule; up to 5e-2 it collapses to "never stop"
-SETTINGS: dict[str, Any] = {
-    "head": "fixed",
-    "prices": PRICES,
-    "num_train_epochs": 5,
-    "batch_size": 8,
-    "learning_rate": 2e-3,
-    "head_learning_rate": 1e-2,
-    "tuning": "layers",
-    "average": 0.0,
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+SETTINGS: dict[str, Any] = {"head": "fixed", "prices": PRICES, "tuning": "layers", "average": 0.0}
+SETTINGS |= {"num_train_epochs": 5, "batch_size": 8, "disable_tqdm": True, "use_cpu": True}
+SETTINGS |= {"learning_rate": 2e-3, "head_learning_rate": 1e-2}
 SHORT = SETTINGS | {"prices": [1e-2], "num_train_epochs": 1}
 PRICED = SETTINGS | {"head": "price", "prices": RANGE, "num_train_epochs": 10}
 PROBE = {k: v for k, v in SHORT.items() if k not in ("head", "prices")} | {"method": "probe"}
@@ -80,10 +68,6 @@ def command(*words: object) -> str:
     return " ".join(done.output.split())
 
 
-class BrokenOffError(Exception):
-    """The run is ended here."""
-
-
 def ending_at(step: int, seen: list[int] | None = None) -> Callable[..., None]:
     """A progress that ends the run at a step of training, and keeps those before."""
 
@@ -92,7 +76,7 @@ def ending_at(step: int, seen: list[int] | None = None) -> Callable[..., None]:
             if seen is not None:
                 seen.append(done)
             if done == step:
-                raise BrokenOffError
+                raise InterruptedError
 
     return progress
 
@@ -110,53 +94,40 @@ def files_for_a_group(folder: Path) -> Iterator[None]:
     assert {file: mode for file, mode in files.items() if mode != 0o640} == {}
 
 
-@pytest.fixture(scope="session")
-def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
-    """Makes N labelled traces; from step `solved_at` on, digits and "7" show that it is solved."""
-    words = tiny_tokenizer.encode(" apples buys more", add_special_tokens=False)
-    solved = tiny_tokenizer.encode(" 7 7 7", add_special_tokens=False)
-    boundary = tiny_tokenizer.encode(".\n\n", add_special_tokens=False)
-    prompt = tiny_tokenizer.encode("Ann has 3 apples", add_special_tokens=False)
-    assert len(boundary) == 1
+# Tokens of the tiny tokenizer.
+PROMPT = [320, 307, 223, 21, 327]  # "Ann has 3 apples"
+WORDS = (327, 325, 331)  # " apples buys more"
+SOLVED = 3 * (223, 25)  # " 7 7 7"
+BOUNDARY = 260  # ".\n\n"
 
-    def make(count: int, seed: int = 0, prefix: str = "p", **changes: Any) -> Dataset:
-        draws = np.random.default_rng(seed)
-        rows = []
-        for n in range(count):
-            steps, ids, ends = int(draws.integers(3, 9)), [], []
-            solved_at = int(draws.integers(1, steps))
-            for step in range(steps):
-                body = solved if step >= solved_at else words
-                ids += [body[i] for i in draws.integers(0, len(body), 4)] + boundary
-                ends.append(len(ids))
-            right = [float(step >= solved_at) for step in range(steps)]
-            row = label_row(
-                f"{prefix}{n}",
-                steps=steps,
-                family="",
-                problem=f"Ann {prefix}{n} has 3 apples",
-                answer="7",
-                prompt_ids=prompt,
-                trace_ids=ids,
-                step_ends=ends,
-                forced_answers=["7" if value else "3" for value in right],
-                forced_correct=right,
-                matches_final=[value == right[-1] for value in right],
-                natural_answer="7",
-            )
-            rows.append(row | changes)
-        return Dataset.from_list(rows, features=FEATURES)
 
-    return make
+def make_labels(count: int, seed: int = 0, prefix: str = "p", **changes: Any) -> Dataset:
+    """So many labelled traces; from step `solved_at` on, digits and "7" show that it is solved."""
+    draws = np.random.default_rng(seed)
+    rows = []
+    for n in range(count):
+        steps, ids, ends = int(draws.integers(3, 9)), list[int](), list[int]()
+        solved_at = int(draws.integers(1, steps))
+        for step in range(steps):
+            body = SOLVED if step >= solved_at else WORDS
+            ids += [*(body[i] for i in draws.integers(0, len(body), 4)), BOUNDARY]
+            ends.append(len(ids))
+        right = [float(step >= solved_at) for step in range(steps)]
+        row: dict[str, Any] = {"family": "", "problem": f"Ann {prefix}{n} has 3 apples"}
+        row |= {"prompt_ids": PROMPT, "trace_ids": ids, "step_ends": ends}
+        row |= {"forced_answers": ["7" if one else "3" for one in right], "forced_correct": right}
+        row |= {"matches_final": [one == right[-1] for one in right]}
+        row |= {"answer": "7", "natural_answer": "7", **changes}
+        rows.append(label_row(f"{prefix}{n}", steps=steps, **row))
+    return Dataset.from_list(rows, features=FEATURES)
 
 
 @pytest.fixture(scope="session")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded reasoner's labels of 60 problems in `train`, and of 60 others in `test`."""
     folder = tmp_path_factory.mktemp("labelled")
-    splits: tuple[tuple[Split, int], ...] = (("train", 7), ("test", 8))
-    for split, seed in splits:
-        Reasoner().label(draw_split(split, 60, seed), folder / split, seed)
+    Reasoner().label(draw_split("train", 60, 7), folder / "train", 7)
+    Reasoner().label(draw_split("test", 60, 8), folder / "test", 8)
     return folder
 
 
@@ -175,39 +146,30 @@ def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
 
 
 @pytest.fixture
-def labels_of(tiny_base_dir: Path) -> Callable[[Dataset], Labels]:
-    """Made-up traces as labels of the tiny base."""
-    settings = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
-    return lambda dataset: Labels(dataset, settings, "")
-
-
-@pytest.fixture
 def make_trainer(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
-    labels_of: Callable[[Dataset], Labels],
-    make_labels: MakeLabels,
+    tiny_base_dir: Path,
     tmp_path: Path,
 ) -> MakeTrainer:
-    """A trainer on 64 made-up traces, unless told otherwise."""
+    """A trainer on so many made-up traces, or on given ones, as labels of the tiny base."""
+    made = replace(TINY, base_model=str(tiny_base_dir))
 
     def make(
         settings: dict[str, Any] = SETTINGS,
-        labels: Dataset | None = None,
+        labels: Dataset | int = 64,
         out: Path = tmp_path / "run",
-        validation: Dataset | None = None,
+        validation: Dataset | int = 40,
         **named: Any,
     ) -> StopTrainer:
-        sets = labels or make_labels(64), validation or make_labels(40, seed=1, prefix="v")
-        kept = {"model": tiny_base, "processing_class": tiny_tokenizer, "progress": quiet}
-        more: dict[str, Any] = kept | named
-        return StopTrainer(StopConfig(str(out), **settings), *map(labels_of, sets), **more)
+        ours = make_labels(labels) if isinstance(labels, int) else labels
+        if isinstance(validation, int):
+            validation = make_labels(validation, seed=1, prefix="v")
+        given: dict[str, Any] = {"model": tiny_base, "processing_class": tiny_tokenizer, **named}
+        sets = Labels(ours, made, ""), Labels(validation, made, "")
+        return StopTrainer(StopConfig(str(out), **settings), *sets, **given)
 
     return make
-
-
-def quiet(phase: str, done: int, total: int, note: str = "") -> None:
-    """A progress that shows nothing."""
 
 
 @pytest.fixture
@@ -261,20 +223,11 @@ class Held(TorchDispatchMode):
 
 def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:
     """A small policy of labels: a head alone of one price, unless told otherwise."""
-    quick: dict[str, Any] = {
-        "head": "fixed",
-        "prices": [1e-3],
-        "layers": 0,
-        "batch_size": 8,
-        "num_train_epochs": 1,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    if "method" in fields:
-        del quick["head"], quick["prices"]
-    trainer = StopTrainer(
-        StopConfig(str(out), **quick | fields), labels, validation, progress=quiet
-    )
+    quick: dict[str, Any] = {"layers": 0, "batch_size": 8, "num_train_epochs": 1}
+    quick |= {"use_cpu": True, "disable_tqdm": True}
+    if "method" not in fields:
+        quick |= {"head": "fixed", "prices": [1e-3]}
+    trainer = StopTrainer(StopConfig(str(out), **quick | fields), labels, validation)
     trainer.train()
     return trainer.policies[-1]
 

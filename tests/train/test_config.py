@@ -1,7 +1,5 @@
 """What a run is: fields that are refused, prices by name, and the rule for what is left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any
@@ -13,11 +11,11 @@ from ospruner.eval.table import TraceTable
 from ospruner.train.config import MOST_PASSES, STEPS, StopConfig
 from ospruner.train.prices import GPT_OSS_PRICES, R1_PRICES, chosen_prices, prices_of_batch
 
-from .conftest import RANGE, MakeLabels
+from .conftest import RANGE, make_labels
 
 
 @pytest.fixture
-def table(make_labels: MakeLabels) -> TraceTable:
+def table() -> TraceTable:
     return TraceTable.from_dataset(make_labels(60))
 
 

@@ -1,11 +1,10 @@
 """FlashThink: a verifier with a tokenizer of its own learns, is saved, replayed, and charged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +19,11 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.labels.loading import load_labels
 
-from .conftest import MakeLabels, files_for_a_group, log_of, trained_on
+from .conftest import files_for_a_group, log_of, make_labels, trained_on
 
 
 def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
-    make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast, reasoner: Reasoner
+    tiny_tokenizer: PreTrainedTokenizerFast, reasoner: Reasoner
 ) -> None:
     dataset = make_labels(5)
     theirs = reasoner.tokenizer
@@ -49,20 +48,12 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
 
 
 def test_train_save_replay_and_charge(
-    labelled: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
+    labels: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
 ) -> None:
-    labels = labelled / "train"
+    how: dict[str, Any] = {"method": "flashthink", "verifier": str(tiny_base_dir), "layers": 2}
+    how |= {"learning_rate": 2e-3, "num_train_epochs": 6, "limit": 40}
     with files_for_a_group(tmp_path / "run"):
-        stage = trained_on(
-            labels,
-            tmp_path / "run",
-            method="flashthink",
-            verifier=str(tiny_base_dir),
-            layers=2,
-            learning_rate=2e-3,
-            num_train_epochs=6,
-            limit=40,
-        )
+        stage = trained_on(labels, tmp_path / "run", **how)
     assert stage.method == "flashthink"
     losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert losses[-1] < losses[0]

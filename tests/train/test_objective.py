@@ -1,7 +1,5 @@
 """The losses against their definitions, one trace and step after the other, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -27,9 +25,7 @@ from ..eval.evaluations import tabled
 PRICE = 3e-4
 
 
-def ragged(
-    rows: int, steps: int, scale: float, seed: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def ragged(rows: int, steps: int, scale: float, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Random logits within +-scale, grades, increasing lengths, and a mask of 1..steps steps."""
     g = torch.Generator().manual_seed(seed)
     logits = (2 * torch.rand(rows, steps, generator=g, dtype=torch.float64) - 1) * scale
@@ -38,7 +34,7 @@ def ragged(
     num_steps = torch.randint(1, steps + 1, (rows,), generator=g)
     num_steps[0] = steps
     mask = torch.arange(steps) < num_steps[:, None]
-    return logits.to(dtype), correct.to(dtype), lengths, mask
+    return logits, correct, lengths, mask
 
 
 def brute_force(
@@ -51,8 +47,7 @@ def brute_force(
 ) -> Tensor:
     """(N,) Eq. 1-3 literally, with the bonus: sigmoids and products, differentiable."""
     rewards = []
-    for n in range(len(logits)):
-        steps = int(mask[n].sum())
+    for n, steps in enumerate(mask.sum(1).tolist()):
         survival = torch.ones((), dtype=torch.float64)
         reward = 0.0 * logits[n].sum()  # T = 1 depends on no logit
         for i in range(steps):
@@ -122,9 +117,7 @@ traces = st.integers(1, 40).flatmap(
 
 @given(traces, st.floats(0, 1e-2))
 @settings(deadline=None)
-def test_distribution_and_reward_properties(
-    trace: tuple[list[float], list[float], int], price: float
-) -> None:
+def test_distribution_properties(trace: tuple[list[float], list[float], int], price: float) -> None:
     values, grades, real = trace
     logits = torch.tensor([values], dtype=torch.float64)
     correct = torch.tensor([grades], dtype=torch.float64)

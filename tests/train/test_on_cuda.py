@@ -4,8 +4,6 @@ The CPU then goes CUDA's ways. At full size the base is its configuration alone,
 shapes but no storage.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -39,7 +33,7 @@ from ospruner.train.untrained import set_trainable, untrained
 
 from ..families import COMMON
 from ..label_rows import label_row
-from .conftest import Held, MakeLabels
+from .conftest import Held, make_labels
 
 BASES = Path(__file__).parents[1] / "bases"
 
@@ -129,7 +123,6 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     kind: str,
     precision: Literal["float32", "bfloat16"],
     checkpointing: bool,
-    make_labels: MakeLabels,
     tiny_tokenizer: PreTrainedTokenizerFast,
     request: pytest.FixtureRequest,
 ) -> None:

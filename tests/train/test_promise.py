@@ -1,7 +1,5 @@
 """Policies of one price and of every price: compared, calibrated, and the promise kept."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -17,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner.calibrating import CAREFUL, SHARES, calibrate
+from ospruner.calibrating import SHARES, calibrate
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.measured import Predicted
@@ -27,28 +25,20 @@ from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
 from ospruner.rules import Budget
-from ospruner.serving.requests import (
-    CALIBRATION_FIELDS,
-    EFFORT_FIELDS,
-    EFFORTS,
-    StopRequest,
-    check_measured,
-)
+from ospruner.serving.requests import CALIBRATION_FIELDS, EFFORTS, StopRequest, check_measured
 from ospruner.train.label_sets import load_labelled_base
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.untrained import untrained
 
-from .conftest import RANGE, MakeLabels, command, trained_on
+from .conftest import RANGE, command, make_labels, trained_on
 
-HOW: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
 TWOS: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS, 2.0)
-EFFORT: dict[str, Any] = dict.fromkeys(EFFORT_FIELDS, 2.0)
 
 
 def test_the_price_of_indifference_is_what_thresholds_compare(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = untrained(tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers")
     nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(0))
@@ -136,13 +126,9 @@ def test_prices_that_a_policy_does_not_know_are_refused(trained: Path) -> None:
     assert len(both) == 32
     assert [use.parameter for use in parse_policies([price, fixed], [1e-3])] == [1e-3, 1e-3]
     assert len(parse_policies([f"{price}@.5,.9"], [1e-4, 1e-3])) == 4
-    with pytest.raises(ValueError, match="is given twice for OS-Pruner, one policy with"):
-        parse_policies([price], [1e-4, 1e-4])
 
 
-def test_online_stops_at_the_prices_that_are_asked_for(
-    trained: Path, labels: Path, tmp_path: Path
-) -> None:
+def test_online_stops_at_given_prices(trained: Path, labels: Path, tmp_path: Path) -> None:
     asked = ("--limit", 3, "--samples", 2, "--prices", "0,1e-2")
     command("compare", labels, trained / "run", "--online", "--out", tmp_path, *asked)
     frame = Results.read(tmp_path / "results.json").frame
@@ -168,9 +154,8 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     more = {"disagreement", "full_accuracy", "natural_accuracy"}
     assert set(stored) == {*CALIBRATION_FIELDS, *more}
     assert f"right in {stored['full_accuracy']:.1%}; the natural answer there is right in" in said
-    assert (stored["price"], stored["threshold"]) == (
-        (None, found["value"]) if kind else (found["value"], 0.5)
-    )
+    wanted = (None, found["value"]) if kind else (found["value"], 0.5)
+    assert (stored["price"], stored["threshold"]) == wanted
     data = load_labels(labels)
     assert (stored["max_loss"], stored["data_hash"]) == (0.3, data.data_hash)
     assert efforts is not None
@@ -201,21 +186,17 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     model = OSPrunerForCausalLM.from_pretrained(policy)
     ids = torch.tensor([data.traces[0]["prompt_ids"]])
     same = {name: stored[name] for name in ("mode", "threshold", "price") if stored[name]}
-    promised = model.generate(ids, stop_policy={"max_loss": 0.3}, **HOW)
-    assert torch.equal(promised, model.generate(ids, stop_policy=same, **HOW))
-    with pytest.raises(ValueError, match=r"max_loss is 0.01.*promises \[0.3\]"):
-        model.generate(ids, stop_policy={"max_loss": 0.01}, **HOW)
-    for wrong, message in (
-        ({"lots": 0.5}, "an effort is 'lots'; it must be 'minimal' or 'low'"),
-        ({"low": 2}, "the share of effort low is 2; it must lie in"),
-    ):
+    promised, by_hand = (
+        model.generate(ids, stop_policy=asked, max_new_tokens=60, do_sample=False)
+        for asked in ({"max_loss": 0.3}, same)
+    )
+    assert torch.equal(promised, by_hand)
+    for wrong, message in (({"lots": 0.5}, "an effort is 'lots'"), ({"low": 2}, "effort low is 2")):
         with pytest.raises(ValueError, match=message):
             calibrate(policy, labels, 0.3, efforts=wrong)
 
 
-def test_a_price_at_which_the_policy_draws_is_promised_too(
-    policies: tuple[Path, Path], labels: Path
-) -> None:
+def test_draws_at_a_price_are_promised_too(policies: tuple[Path, Path], labels: Path) -> None:
     policy, fixed = policies
     words = ("calibrate", policy, "--labels", labels, "--max-loss", 0.4, "--mode", "sample")
     assert "(betting test)" in command(*words)
@@ -238,23 +219,17 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(
     assert (kept.mode, kept.threshold, kept.price) == ("sample", None, price)
     with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one price"):
         calibrate(fixed, labels, 0.4, mode="sample")
-    with pytest.raises(ValueError, match="mode is 'draw'; it must be 'sample' or"):
-        calibrate(fixed, labels, 0.4, mode="draw")  # type: ignore[arg-type]
 
 
-def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
-    policies: tuple[Path, Path], labels: Path
-) -> None:
+def test_a_second_promise_replaces_its_equal(policies: tuple[Path, Path], labels: Path) -> None:
     for max_loss in (0.4, 0.3, 0.4):
         assert calibrate(policies[1], labels, max_loss).value is not None
     promises = promises_of(policies[1])
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
-    config = OSPrunerConfig(calibrations=promises)
+    # The surer one goes before the bolder one.
     surer = OSPrunerConfig(calibrations=[promises[0] | {"confidence": 0.99}, promises[1]])
     kept = StopPolicyConfig(max_loss=0.45).with_defaults(surer)
     assert kept.threshold == promises[0]["threshold"]
-    for asked, one in ((0.45, promises[1]), (0.35, promises[0])):
-        assert StopPolicyConfig(max_loss=asked).with_defaults(config).threshold == one["threshold"]
 
 
 def test_a_server_promises_by_its_defaults_alone() -> None:
@@ -269,11 +244,6 @@ def test_a_server_promises_by_its_defaults_alone() -> None:
     drawn = StopRequest({"stop_mode": "sample"}).settings(defaults)
     assert drawn is not None
     assert drawn.mode == "sample"
-    unkept = StopRequest({"stop_max_loss": 0.01}, server=True)
-    with pytest.raises(ValueError, match="promises \\[0.02\\]"):
-        unkept.settle(config)
-    with pytest.raises(ValueError, match="no \\['stop_max_loss'\\]; the policy's keys are"):
-        StopRequest({"stop_max_loss": 0.02})
 
 
 def test_what_the_promise_does_not_cover_is_refused_beside_it() -> None:
@@ -283,26 +253,20 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it() -> None:
     for name, value in (chosen | limits | answers).items():
         with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{name}.* g"):
             StopPolicyConfig(max_loss=0.02, **{name: value})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_loss is 0.02, but the policy promises"):
-        StopPolicyConfig(max_loss=0.02).with_defaults(OSPrunerConfig())
 
 
 @pytest.mark.parametrize(
     ("field", "wrong", "said"),
     [
-        ("calibrations", "none", "calibrations is 'none'; it must be list"),
         ("calibrations", [{"max_loss": 0.1}], "must have the fields max_loss, confidence, mode, t"),
-        ("calibrations", [TWOS], "mode is 2.0; it must be 'sample' or 'threshol"),
-        ("calibrations", [TWOS | {"mode": "sample"}], "max_loss is 2.0; it must lie in"),
-        ("efforts", [], "efforts is \\[\\]; it must be dict"),
-        ("efforts", {"tiny": {}}, "efforts: a name is 'tiny'; it must be 'minimal' or 'low'"),
+        ("calibrations", [TWOS], "mode is 2.0"),
+        ("calibrations", [TWOS | {"mode": "sample"}], "max_loss is 2.0"),
+        ("efforts", {"tiny": {}}, "efforts: a name is 'tiny'"),
         ("efforts", {"low": {"price": 0.1}}, "efforts holds .* must have the fields mode, thresh"),
-        ("efforts", {"low": EFFORT}, "efforts: mode is 2.0"),
-        ("efforts", {"low": EFFORT | {"mode": "sample"}}, "threshold is 2.0"),
     ],
 )
 def test_an_edited_promise_or_effort_is_refused(field: str, wrong: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
+    with pytest.raises(ValueError, match=said):
         check_measured(OSPrunerConfig(**{field: wrong}))
 
 
@@ -329,7 +293,6 @@ def test_thresholds_at_price_0_are_more_careful_than_every_price(
     assert (kept.mode, kept.threshold, kept.price) == ("threshold", 0.9, 0.0)
     card = (price / "README.md").read_text("utf-8")
     assert "| threshold | 0, from probability 0.9 on | 60 |" in card
-    assert CAREFUL == ((0.0, 0.95), (0.0, 0.9), (0.0, 0.8), (0.0, 0.7), (0.0, 0.6))
     for policy, mode, values in (
         (price, "threshold", [(0.0, 0.9), (0.0, 0.95)]),
         (price, "threshold", [0.0, (0.0, 0.9)]),
@@ -351,9 +314,7 @@ def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:
         calibrate("budget", labels, 0.3, mode="sample", values=[90, 20])
 
 
-def test_what_is_no_promise_is_refused(
-    trained: Path, policies: tuple[Path, Path], labelled: Path, labels: Path
-) -> None:
+def test_what_promises_nothing(policies: tuple[Path, Path], labelled: Path, labels: Path) -> None:
     price, fixed = policies
     with pytest.raises(ValueError, match="are among those that .* was trained on"):
         calibrate(fixed, labelled / "train", 0.1)
@@ -363,10 +324,9 @@ def test_what_is_no_promise_is_refused(
         calibrate(fixed, replace(known, traces=again, data_hash="0" * 64), 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
         calibrate(fixed, labels, 0.1, values=[0.5, 0.9])
-    with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
-        calibrate(price, labels, 0.3, values=[1e-3, 1e-4])
-    with pytest.raises(ValueError, match="price is 7"):
-        calibrate(price, labels, 0.3, values=[1e-3, 7])
+    for wrong, said in (([1e-3, 1e-4], r"from careful \(low\) to bold"), ([1e-3, 7], "price is 7")):
+        with pytest.raises(ValueError, match=said):
+            calibrate(price, labels, 0.3, values=wrong)
     found = calibrate(fixed, labels, 0.001)
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)
@@ -376,9 +336,7 @@ def test_what_is_no_promise_is_refused(
     assert "## Promise" not in (fixed / "README.md").read_text("utf-8")
 
 
-def test_answers_after_a_sentence_are_replayed_and_not_promised(
-    trained: Path, reasoner: Reasoner, tmp_path: Path
-) -> None:
+def test_answers_after_a_sentence(trained: Path, reasoner: Reasoner, tmp_path: Path) -> None:
     """How answers are forced is no part of what a policy reads, but of what is promised."""
     plain = reasoner.token_format
     wound = plain.winding_down("So I have it:", reasoner.tokenizer)

@@ -1,8 +1,5 @@
 """`ospruner.make`: its rule, its rounds, and a run that is killed and goes on."""
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import time
@@ -24,6 +21,7 @@ from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import record_of
 
 from ..own_process import ended, start
+from .conftest import write_rows
 
 ROUND = Round(400, 200, 200, 2.0, 0.20, 0.3, 0.25, 4.0, "")
 
@@ -43,16 +41,13 @@ def test_labels_grow_as_long_as_they_are_worth_their_hours() -> None:
     assert looks_of([50], 0.02) == 1
 
 
-def test_a_killed_run_goes_on_to_policy_card_report_and_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds_of, "FIRST", 30)
-    problems, out = tmp_path / "toys.jsonl", tmp_path / "made"
     rows = [vars(one) for one in draw_split("train", 43, 2)]
     rows.append(rows[0] | {"id": "again"})
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems, out = write_rows(tmp_path / "toys.jsonl", rows), tmp_path / "made"
     settings = {"engine": "transformers", "device": "cpu", "max_thinking_tokens": "300"}
-    command = ["make", str(REASONER), "--dataset", str(problems), "--out", str(out)]
+    command = ["make", str(REASONER), "--dataset", problems, "--out", str(out)]
     command += ["--max-loss", "0.3", *(f"--set={name}={value}" for name, value in settings.items())]
     first = start(lambda: app(command))
     while not list(out.glob("rounds/30/checkpoint-*")):
@@ -90,12 +85,12 @@ def test_a_killed_run_goes_on_to_policy_card_report_and_commands(
     # Labels that one has come first, and each round has its own problems alone.
     limits = {"max_loss": 0.3, "problems": 36, "labels": out / "labels"}
     less: dict[str, Any] = {**settings, "max_thinking_tokens": 300, **limits}
-    again = make(str(REASONER), str(problems), out=tmp_path / "again", **less)
+    again = make(str(REASONER), problems, out=tmp_path / "again", **less)
     assert [one.problems for one in again.rounds] == [30, 36]
     assert [one.trained_on for one in again.rounds] < [one["trained_on"] for one in rounds]
     copied = load_labels(tmp_path / "again" / "labels").traces
     assert copied["trace_ids"] == load_labels(out / "labels").traces["trace_ids"], "labelled anew"
     with pytest.raises(ValueError, match="max_loss: 0.2 here, 0.3 there"):
-        make(str(REASONER), str(problems), out=out, max_loss=0.2)
+        make(str(REASONER), problems, out=out, max_loss=0.2)
     with pytest.raises(ValueError, match="hours is 0; it must be above 0"):
-        make(str(REASONER), str(problems), out=out, hours=0)
+        make(str(REASONER), problems, out=out, hours=0)

@@ -1,6 +1,4 @@
-"""How a tail is computed while it is trained: other ways, same numbers."""
-
-from __future__ import annotations
+"""How a tail and its attention with sinks are computed in training: other ways, same numbers."""
 
 import copy
 from collections.abc import Callable
@@ -13,20 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.scoring import stop_logits
+from ospruner.train.sinks import sinks_as_keys, takes_sinks_as_keys
 from ospruner.train.states import States
 from ospruner.train.tail import TrainedPolicy, no_denormals, step_outputs
 from ospruner.train.traces import LabelledTraces, predict_outputs
 from ospruner.train.untrained import untrained
 
-from ..families import make_base, random_policy
-from .conftest import RANGE, SETTINGS, Fit, MakeLabels
+from ..families import COMMON, make_base, random_policy
+from .conftest import SETTINGS, Fit, Held, make_labels
 
 ROWS: IntArray = np.arange(12)
 # granite scales what enters its first layer, which the policy puts back.
@@ -35,7 +34,7 @@ MakeModel = Callable[..., Any]
 
 
 @pytest.fixture
-def traces(make_labels: MakeLabels) -> LabelledTraces:
+def traces() -> LabelledTraces:
     return LabelledTraces.from_dataset(make_labels(12))
 
 
@@ -152,9 +151,7 @@ def by_hand(model: Any, ids: Tensor, ends: list[int]) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("n", [1, 4])
-def test_queries_are_the_formula_of_the_page(
-    n: int, make_model: MakeModel, traces: LabelledTraces
-) -> None:
+def test_queries_follow_the_formula(n: int, make_model: MakeModel, traces: LabelledTraces) -> None:
     model, batch = make_model(tuning="queries", n=n), traces.batch(ROWS)
     found = step_outputs(model.policy, traces.states(model, ROWS), batch.positions)[..., 0]
     for row, ids in enumerate(traces.tokens):
@@ -164,9 +161,7 @@ def test_queries_are_the_formula_of_the_page(
 
 
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
-def test_bfloat16_keeps_weights_head_and_loss_in_float32(
-    tuning: str, make_model: MakeModel, traces: LabelledTraces
-) -> None:
+def test_what_stays_in_float32(tuning: str, make_model: MakeModel, traces: LabelledTraces) -> None:
     model = make_model(tuning=tuning)
     (exact, *_), size = gradients(model, traces.states(model, ROWS), traces)
     rough = {"tail": gradients(model, traces.states(model, ROWS), traces, half=True)}
@@ -181,67 +176,41 @@ def test_bfloat16_keeps_weights_head_and_loss_in_float32(
         assert 0 < (logits - exact).abs().max() < 0.2 * exact.abs().max()
 
 
-PER_LAYER = {
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.q_proj.weight",
-    "self_attn.q_proj.bias",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-}
-HEAD = {"policy.head.weight", "policy.head.bias"}
-
-
 @pytest.mark.parametrize(
-    ("changed", "tuning"),
-    [
-        ({"tuning": "queries"}, "queries"),
-        ({"tuning": "queries", "head": "price", "prices": RANGE}, "queries"),
-        ({"adapter_rank": 4, "learning_rate": 5e-3, "average": 0.5}, "layers"),
-    ],
-    ids=["queries", "price", "adapters"],
+    "changed",
+    [{"tuning": "queries"}, {"adapter_rank": 4, "learning_rate": 5e-3, "average": 0.5}],
+    ids=["queries", "adapters"],
 )
 def test_it_trains_saves_loads_and_generates(
-    changed: dict[str, Any],
-    tuning: str,
-    fit: Fit,
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    make_labels: MakeLabels,
+    changed: dict[str, Any], fit: Fit, tiny_base: Any, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    base: Any = tiny_base
-    before, held_out = copy.deepcopy(base.state_dict()), make_labels(40, seed=1, prefix="v")
+    before, held_out = copy.deepcopy(tiny_base.state_dict()), make_labels(40, seed=1, prefix="v")
     saved = fit(SETTINGS | changed, validation=held_out)[-1]
-    after = base.state_dict()
+    after = tiny_base.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    tensors = load_file(saved.path / "model.safetensors")
-    if tuning == "queries":
-        own = {f"policy.tail.layers.{i}.{name}" for i in (0, 1) for name in PER_LAYER}
-        assert set(tensors) == own | HEAD | {"policy.tail.norm.weight"}
-        for name in own:
-            layer, rest = name.removeprefix("policy.tail.layers.").split(".", 1)
-            theirs = before[f"model.layers.{int(layer) + 2}.{rest}"]
-            assert not torch.equal(tensors[name], theirs), name
-        assert saved.accuracy > 0.9
-    else:
-        adapters = {name for name in tensors if ".lora_" in name}
-        assert set(tensors) - adapters == HEAD
-        assert len(adapters) == 2 * 2 * 7  # A and B for each projection of two layers
-        assert all(tensors[name].any() for name in adapters)  # also the B, which began at zero
     prompt = torch.tensor([tiny_tokenizer.encode("Ann has 3 apples")])
     for loaded in (
-        OSPrunerForCausalLM.from_base(base, saved.path),
+        OSPrunerForCausalLM.from_base(tiny_base, saved.path),
         OSPrunerForCausalLM.from_pretrained(saved.path),
     ):
-        assert (loaded.config.tuning, loaded.config.adapter_rank) == (tuning, 0)
-        assert loaded.config.head == changed.get("head", "fixed")
+        assert loaded.config.tuning == changed.get("tuning", "layers")
+        assert loaded.config.adapter_rank == 0
         assert not any(".lora_" in name for name in loaded.policy.state_dict()), "they are merged"
         said = predict_outputs(loaded, LabelledTraces.from_dataset(held_out)).probabilities()
         outcome = replay(TraceTable.from_dataset(held_out), said)
         assert outcome.accuracy == pytest.approx(saved.accuracy, abs=1e-5)
         loaded.generate(prompt, stop_policy=True, max_new_tokens=30, do_sample=False)
+    tensors = load_file(saved.path / "model.safetensors")
+    if "adapter_rank" in changed:
+        adapters = {name for name in tensors if ".lora_" in name}
+        assert set(tensors) - adapters == {"policy.head.weight", "policy.head.bias"}
+        assert len(adapters) == 2 * 2 * 7  # A and B for each projection of two layers
+        assert all(tensors[name].any() for name in adapters)  # also the B, which began at zero
+    else:
+        assert saved.accuracy > 0.9
+        for name in (one for one in tensors if ".layers." in one):
+            theirs = before["model." + loaded.policy.name_in_base(name.removeprefix("policy."))]
+            assert not torch.equal(tensors[name], theirs), name
 
 
 def test_adapters_of_a_half_precision_base_are_in_float32(
@@ -262,3 +231,90 @@ def test_denormal_numbers_count_as_zero_while_training() -> None:
     with no_denormals():
         assert (smallest * 0.5).item() == 0
     assert (smallest * 0.5).item() > 0
+
+
+# Attention with sinks, computed as one more key, against transformers' own eager attention.
+
+SIZES: dict[str, Any] = COMMON | {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 8}
+SIZES |= {"max_position_embeddings": 512, "layer_types": ["sliding_attention", "full_attention"]}
+SIZES |= {"initializer_range": 0.3, "pad_token_id": None, "eos_token_id": None}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def decoder_of(kind: str, dtype: torch.dtype) -> Any:
+    """A random decoder whose sinks take a good share."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **({} if kind == "granite_swa" else EXPERTS))
+    config._experts_implementation = "eager"  # takes float64
+    decoder = AutoModelForCausalLM.from_config(config).eval().to(dtype).get_decoder()
+    sinks = [p for name, p in decoder.named_parameters() if name.endswith("sinks")]
+    assert len(sinks) == 2
+    for one in sinks:
+        torch.nn.init.normal_(one, 1.0)
+    return decoder
+
+
+def states_and_gradients(
+    decoder: Any, ids: Tensor, mask: Tensor | None, ours: bool
+) -> list[Tensor]:
+    decoder.zero_grad(set_to_none=True)
+    with sinks_as_keys(decoder.config) if ours else nullcontext():
+        states = decoder(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        if mask is not None:
+            states = states[mask.bool()]
+        states.tanh().pow(3).sum().backward()
+    gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+    assert sum(float(one.abs().max()) > 0 for n, one in gradients.items() if "sinks" in n) == 2
+    return [states.detach(), *gradients.values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("gpt_oss", torch.float64, 1e-11),
+        # Their eager attention computes its softmax in float32 always.
+        ("granite_swa", torch.float32, 1e-5),
+        ("granitemoe_swa", torch.float32, 1e-5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 48])  # the window is 8
+def test_states_and_gradients_are_those_of_eager_attention(
+    tokens: int, padded: bool, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    decoder = decoder_of(kind, dtype)
+    ids = torch.randint(0, 64, (3, tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids) if padded else None
+    if mask is not None:
+        mask[1, : tokens // 3] = 0
+    found, wanted = (states_and_gradients(decoder, ids, mask, ours) for ours in (True, False))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close = tolerance * float(theirs.abs().max().clamp(min=1))
+        torch.testing.assert_close(ours, theirs, atol=close, rtol=tolerance)
+    assert decoder.config._attn_implementation == "eager"
+
+
+def test_no_tensor_grows_with_the_square_of_the_text() -> None:
+    decoder = decoder_of("gpt_oss", torch.float32)
+    peaks = {}
+    for ours in (True, False):
+        for tokens in (256, 512):
+            ids = torch.zeros(1, tokens, dtype=torch.int64)
+            with Held(decoder.parameters()) as held:
+                states_and_gradients(decoder, ids, None, ours)
+            peaks[ours, tokens] = held.peak
+    assert peaks[True, 512] <= 2 * peaks[True, 256]
+    assert peaks[False, 512] > 2 * peaks[True, 512]
+
+
+def test_bases_without_sinks_and_chosen_kernels_are_left_alone() -> None:
+    for config in (
+        AutoConfig.for_model("qwen2", attn_implementation="eager"),
+        AutoConfig.for_model("gpt_oss", attn_implementation="flash_attention_3"),
+    ):
+        before = config._attn_implementation
+        assert not takes_sinks_as_keys(config)
+        with sinks_as_keys(config):
+            assert config._attn_implementation == before
+        assert config._attn_implementation == before

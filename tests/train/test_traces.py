@@ -1,7 +1,5 @@
 """Traces as batches: the right tokens at the right places, and what is kept of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +20,14 @@ from ospruner.train.traces import LabelledTraces
 from ospruner.train.untrained import untrained
 
 from ..families import make_base
-from .conftest import MakeLabels
+from .conftest import make_labels
 
 Kept = Callable[..., LabelledTraces]
 OTHER = {"layers": "queries", "queries": "layers"}
 ROWS = np.arange(12)
 
 
-def test_batches_hold_the_tokens_and_places_of_the_rows(make_labels: MakeLabels) -> None:
+def test_batches_hold_the_tokens_and_places_of_the_rows() -> None:
     dataset = make_labels(9)
     traces, rows = LabelledTraces.from_dataset(dataset), np.array([4, 0, 7])
     batch = traces.batch(rows)
@@ -73,7 +71,7 @@ def test_an_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
     ],
 )
 def test_states_are_those_of_each_trace_alone(
-    kind: str, implementation: str, make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
+    kind: str, implementation: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     base = make_base(kind, tiny_tokenizer)
     base.set_attn_implementation(implementation)
@@ -125,19 +123,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def equal(one: Any, other: Any) -> bool:
-    pairs = [(one.hidden, other.hidden)]
-    for a, b in zip(one.keys, other.keys, strict=True):
-        pairs += [(a.keys, b.keys), (a.values, b.values)]
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_files_hold_what_memory_holds_and_processes_fill_them_together(
-    model: OSPrunerForCausalLM,
-    kept: Kept,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-    asked: list[int],
+    model: OSPrunerForCausalLM, kept: Kept, tmp_path: Path, asked: list[int]
 ) -> None:
     held = LabelledTraces.from_dataset(make_labels(12))
     size = held.cache_states(model, 2**30)
@@ -159,9 +146,7 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
     assert not small.holds_states_of(model)
 
 
-def test_only_the_traces_that_are_read_are_computed(
-    model: OSPrunerForCausalLM, make_labels: MakeLabels, asked: list[int]
-) -> None:
+def test_only_what_is_read_is_computed(model: OSPrunerForCausalLM, asked: list[int]) -> None:
     traces = LabelledTraces.from_dataset(make_labels(12))
     some = traces.cache_states(model, 2**30, rows=np.array([1, 4, 7]))
     traces.states(model, np.array([7, 1]))
@@ -173,16 +158,11 @@ def test_only_the_traces_that_are_read_are_computed(
 
 
 def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
-    model: OSPrunerForCausalLM,
-    kept: Kept,
-    make_labels: MakeLabels,
-    asked: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    model: OSPrunerForCausalLM, kept: Kept, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In another order, too: a file is its trace's."""
-    monkeypatch.setattr(
-        "ospruner.train.traces.length_batches", lambda lengths: np.split(np.arange(len(lengths)), 3)
-    )
+    thirds = "ospruner.train.traces.length_batches"
+    monkeypatch.setattr(thirds, lambda lengths: np.split(np.arange(len(lengths)), 3))
     grown = make_labels(12)
 
     def cut(phase: str, done: int, total: int, note: str = "") -> None:
@@ -197,26 +177,22 @@ def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
     other = kept(grown.select([7, 2, 5]))
     assert sum(asked) == 12
     for here, there in enumerate([7, 2, 5]):
-        found = other.states(model, np.array([here]))
-        assert equal(found, again.states(model, np.array([there])))
+        ours, theirs = other.states(model, np.array([here])), again.states(model, np.array([there]))
+        assert torch.equal(ours.hidden, theirs.hidden)
+        for one, same in zip(ours.keys, theirs.keys, strict=True):
+            assert torch.equal(one.keys, same.keys)
+            assert torch.equal(one.values, same.values)
     kept(make_labels(15))
     assert sum(asked) == 15
 
 
 def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
-    model: OSPrunerForCausalLM,
-    kept: Kept,
-    make_labels: MakeLabels,
-    asked: list[int],
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Any, kept: Kept, asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = make_labels(12)
     first = kept(labels)
     for n, tuning in ((3, model.config.tuning), (2, OTHER[model.config.tuning])):
-        other = untrained(tiny_base, tiny_tokenizer, n, tuning=tuning)
+        other = untrained(model.base, model.tokenizer, n, tuning=tuning)
         assert not first.holds_states_of(other)
         first.cache_states(other, 0)
         assert first.holds_states_of(other)
@@ -227,15 +203,13 @@ def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
     assert sum(asked) == 48
     monkeypatch.setattr(states_of, "fingerprint_of", lambda *_: None)  # no files are known
     with torch.no_grad():
-        tiny_base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+        model.base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
     kept(labels)
     assert sum(asked) == 60
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_full_disk_is_named(
-    kept: Kept, make_labels: MakeLabels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 

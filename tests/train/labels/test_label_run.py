@@ -1,7 +1,5 @@
 """Whole label runs by names, as the command line starts them, and traces that others made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -29,14 +27,8 @@ from ospruner.train.untrained import untrained
 
 from ..conftest import command, write_rows
 
-LIMITS: dict[str, Any] = {
-    "max_thinking_tokens": 40,
-    "max_answer_tokens": 5,
-    "columns": "problem=q,answer=gold",
-    "batch_size": 2,
-    "dtype": "float32",
-    "device": "cpu",
-}
+LIMITS: dict[str, Any] = {"max_thinking_tokens": 40, "max_answer_tokens": 5, "batch_size": 2}
+LIMITS |= {"columns": "problem=q,answer=gold", "dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture
@@ -86,6 +78,12 @@ def test_nothing_left_to_do_opens_no_engine(
         label(str(base), problems, out=tmp_path / "labels", limit=limit, **LIMITS)
         return read_labels(tmp_path / "labels")
 
+    # What cannot be is refused before anything is opened or written.
+    with pytest.raises(TypeError, match=r"settings are \['temprature'\].* temperature"):
+        label(str(base), problems, out=tmp_path / "labels", temprature=1)
+    with pytest.raises(ValueError, match="gpus_per_actor is -1"):
+        label(str(base), problems, out=tmp_path / "labels", gpus_per_actor=-1)
+    assert not (tmp_path / "labels").exists()
     first = run(2)
     manifest = (tmp_path / "labels" / "manifest.json").read_bytes()
     assert run(2).to_list() == first.to_list()
@@ -97,33 +95,6 @@ def test_nothing_left_to_do_opens_no_engine(
     save_file({name: values + 1 for name, values in weights.items()}, base / "model.safetensors")
     with pytest.raises(ValueError, match="base_fingerprint"):
         run(3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temprature": 1}, "settings are .'temprature'.; they must be among .* temperature"),
-        ({"gpus_per_actor": -1}, "gpus_per_actor is -1; it must be at least 0"),
-        ({"out": "a-file"}, "is a file; labels go into a folder"),
-    ],
-)
-def test_bad_input_is_refused_before_the_engine_starts(
-    changes: dict[str, Any],
-    message: str,
-    tiny_base_dir: Path,
-    problems: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def started(*_: object) -> None:
-        pytest.fail("the engine was started")
-
-    monkeypatch.setitem(ENGINES, "transformers", started)
-    (tmp_path / "a-file").touch()
-    given = {"base": str(tiny_base_dir), "dataset": problems, **LIMITS, **changes}
-    with pytest.raises((ValueError, TypeError), match=message):
-        label(**given | {"out": tmp_path / changes.get("out", "labels")})
-    assert not (tmp_path / "labels").exists()
 
 
 TRACES: list[dict[str, Any]] = [
@@ -154,6 +125,10 @@ def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Pa
     names = [text_key(row["problem"]) for row in TRACES]
     assert names[0] == names[1]
     assert [one.place for one in keys] == list(zip(names, (0, 1, 0), strict=True))
+    with pytest.raises(ValueError, match="id 'a' was used before"):
+        read_traces(write_rows(tmp_path / "t.jsonl", [row | {"id": "a"} for row in TRACES]))
+    with pytest.raises(ValueError, match=r"columns names the fields \['cot'\]"):
+        read_traces(path, columns={"cot": ["reasoning"]})
 
 
 def test_texts_become_tokens_of_thinking_alone(tiny_base_dir: Path, tmp_path: Path) -> None:
@@ -178,30 +153,20 @@ def test_texts_become_tokens_of_thinking_alone(tiny_base_dir: Path, tmp_path: Pa
     assert tokenizer.eos_token_id not in [*sampled[2].trace_ids, *sampled[2].answer_ids]
 
 
-def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
+def test_chunks_and_batches_do_not_change_labels(problems: str, tmp_path: Path) -> None:
     """The embedded reasoner, whose weights are stored in half precision."""
 
-    given = {**LIMITS, "max_thinking_tokens": 60, "max_answer_tokens": 8, "samples": 2}
-
     def run(name: str, chunk: int, rows: int, dtype: str = "auto") -> list[dict[str, Any]]:
-        how = given | {"batch_size": rows, "dtype": dtype, "chunk": chunk}
+        how = LIMITS | {"max_thinking_tokens": 60, "max_answer_tokens": 8, "samples": 2}
+        how |= {"batch_size": rows, "dtype": dtype, "chunk": chunk}
         label(str(REASONER), problems, out=tmp_path / name, **how)
         exact = set(FEATURES) - {"forced_logprob", "forced_entropy", "forced_answer_entropy"}
         return [{key: row[key] for key in exact} for row in read_labels(tmp_path / name)]
 
-    def stop(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "sample" and done >= 3:
-            raise KeyboardInterrupt
-
     whole = run("whole", 8, 32)
     assert len(whole) == 8
     assert run("chunks", 3, 2) == whole
-    how = given | {"dtype": "auto", "chunk": 2}
-    with pytest.raises(KeyboardInterrupt):
-        label(str(REASONER), problems, out=tmp_path / "stopped", progress=stop, **how)
-    assert 0 < len(read_labels(tmp_path / "stopped")) < 8
-    assert run("stopped", 5, 3) == whole
-    manifest = read_manifest(tmp_path / "stopped")
+    manifest = read_manifest(tmp_path / "chunks")
     assert (manifest["deterministic"], manifest["batch_effects"]) == (True, [])
     run("half", 8, 8, "bfloat16")
     manifest = read_manifest(tmp_path / "half")
@@ -221,17 +186,12 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
         ({"reasoning": "<think></think>7"}, "no thinking before '</think>'"),
         ({"reasoning": "A", "closed": "false"}, "closed is 'false'; it must be true or false"),
         ({"reasoning": " "}, "must be the text of a trace"),
-        ({"reasoning": "A", "problem": "other"}, "id 'a' was used before"),
     ],
 )
 def test_markers_and_paragraphs_of_imported_texts(
     row: dict[str, Any], expected: tuple[str, str] | str, tmp_path: Path
 ) -> None:
-    given = {"id": "a", "problem": "p", "answer": "7", **row}
-    before = [given | {"problem": "p"}] if given["problem"] != "p" else []
-    path = write_rows(tmp_path / "t.jsonl", [*before, given])
-    with pytest.raises(ValueError, match=r"columns names the fields \['cot'\]"):
-        read_traces(path, columns={"cot": ["reasoning"]})
+    path = write_rows(tmp_path / "t.jsonl", [{"id": "a", "problem": "p", "answer": "7", **row}])
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             read_traces(path, fmt=QWEN3)
@@ -256,8 +216,6 @@ def test_a_base_whose_template_closes_the_thinking_is_labelled_with_it(
     closing = "{%- if not enable_thinking %}{{- '</think>\\n\\n' }}{%- endif %}"
     base = with_template(tiny_base_dir, tmp_path / "base", lambda given: given + closing)
     out = tmp_path / "labels"
-    with pytest.raises(ValueError, match="--template-arg enable_thinking=true"):
-        label(base, problems, out=out, **LIMITS)
     with pytest.raises(ValueError, match="'thinking_mode'] do not occur in the chat template"):
         label(base, problems, out=out, template_arg=("thinking_mode=1",), **LIMITS)
     given = [f"--set={k}={v}" for k, v in LIMITS.items() if k != "max_thinking_tokens"]
@@ -268,16 +226,14 @@ def test_a_base_whose_template_closes_the_thinking_is_labelled_with_it(
     assert pinned["template_args"] == '{"enable_thinking": true}'
     plain = AutoTokenizer.from_pretrained(tiny_base_dir)
     assert not str(plain.decode(labels[0]["prompt_ids"])).endswith("</think>\n\n")
-    model = untrained(
-        Qwen2ForCausalLM.from_pretrained(base),
-        AutoTokenizer.from_pretrained(base),
-        reasoning_format=ReasoningFormat.from_dict(pinned),
-    )
-    model.save_pretrained(tmp_path / "policy")
+    own, literals = AutoTokenizer.from_pretrained(base), ReasoningFormat.from_dict(pinned)
+    untrained(Qwen2ForCausalLM.from_pretrained(base), own, reasoning_format=literals)
     turns = [{"role": "user", "content": "Hi"}]
-    own = AutoTokenizer.from_pretrained(tmp_path / "policy", trust_remote_code=True)
-    asked = own.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert asked == plain.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    asked, wanted = (
+        one.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        for one in (own, plain)
+    )
+    assert asked == wanted
 
 
 def test_prompts_name_the_day_on_which_a_run_began(

@@ -1,59 +1,40 @@
 """A label run as a stream: forks beside sampling, a window of what a kill loses, lone failures."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.calling import Ask, AskingEngine, Reply, Server
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import Grade, GradingPool
-from ospruner.eval.schema import LabelSettings
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.statistics import stats_of, told
 
-from ..conftest import sums
+from ..conftest import TINY, sums
 
-SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
+SETTINGS = replace(TINY, max_new_tokens=500, max_answer_tokens=8)
 PROBLEMS = sums(12)
 
 
 class Scripted(AskingEngine):
-    """Servers whose n-th problem has a trace of a length of its own; a token takes a turn.
+    """Servers whose n-th problem has a trace of a length of its own; a token takes a turn."""
 
-    Args:
-        tokenizer: of the base.
-        concurrency: requests that a server works on at once.
-        servers: how many there are.
-        log: what each request is of, its problem, and its server.
-        watch: called with the first two before a request is answered.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        concurrency: int,
-        servers: int,
-        log: list[tuple[str, int, int]],
-        watch: Callable[[str, int], None],
-    ) -> None:
-        super().__init__(frozenset({int(tokenizer.eos_token_id or 0)}), concurrency)
-        self.tokenizer, self.servers, self.log, self.watch = tokenizer, servers, log, watch
-        self.think_end = TokenFormat.compile(DEEPSEEK_R1, tokenizer).think_end_id
+    tokenizer: PreTrainedTokenizerFast
+    servers: int
+    log: list[tuple[str, int, int]]  # what each request is of, its problem, and its server
+    watch: Callable[[str, int], None]  # called with the first two before a request is answered
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
@@ -63,7 +44,7 @@ class Scripted(AskingEngine):
         text = str(self.tokenizer.decode(ask.prompt_ids))
         problem = int(text.partition("What is ")[2].partition(" + ")[0])
         kind = "fork" if ask.scored else "trace"
-        if not ask.scored and ask.prompt_ids[-1] == self.think_end:
+        if text.endswith("</think>") and not ask.scored:
             kind = "natural"
         self.log.append((kind, problem, server))
         self.watch(kind, problem)
@@ -94,9 +75,10 @@ class Runs:
         watch: Callable[[str, int], None] = lambda kind, number: None,
         **more: Any,
     ) -> list[dict[str, Any]]:
-        engine = Scripted(self.tokenizer, concurrency, servers, self.log, watch)
-        fmt = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
-        labeller, out = Labeller(self.tokenizer, fmt, SETTINGS), self.root / folder
+        engine = Scripted(frozenset({int(self.tokenizer.eos_token_id or 0)}), concurrency)
+        engine.tokenizer, engine.servers = self.tokenizer, servers
+        engine.log, engine.watch = self.log, watch
+        labeller, out = Labeller.of(self.tokenizer, SETTINGS), self.root / folder
         made = label_problems(PROBLEMS, engine, labeller, out, chunk_traces=chunk, **more)
         assert made.to_list() == read_labels(out).to_list()
         return made.to_list()
@@ -177,9 +159,7 @@ def test_a_trace_that_is_refused_does_not_stop_the_others(run: Runs) -> None:
 
 
 @pytest.mark.parametrize(("requests", "chunk"), [(30, 8), (45, 8), (45, 1), (80, 8)])
-def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
-    requests: int, chunk: int, run: Runs
-) -> None:
+def test_an_engine_that_breaks_ends_the_run(requests: int, chunk: int, run: Runs) -> None:
     """Also where traces that were asked for before are done after its first error."""
 
     def watch(kind: str, number: int) -> None:
@@ -194,26 +174,16 @@ def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
         assert run() == run("whole", 12)
 
 
-def test_a_row_that_is_none_ends_the_run_and_is_not_left_out(
-    run: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_is_none_ends_the_run_and_is_not_left_out(run: Runs) -> None:
     """It is the first that is done, while others are sampled."""
-    seen: list[str] = []
-
-    def refuse(row: dict[str, Any]) -> None:
-        seen.append(row["problem_id"])
-        if len(seen) == 1:
-            raise ValueError("it is no row")
-
-    monkeypatch.setattr("ospruner.train.labels.making.validate_row", refuse)
-    with pytest.raises(ValueError, match="it is no row"):
-        run(chunk=12)
-    assert len(run()) == 12
+    first = [ValueError("it is no row"), *[None] * 99]
+    with mock.patch("ospruner.train.labels.making.validate_row", side_effect=first):
+        with pytest.raises(ValueError, match="it is no row"):
+            run(chunk=12)
+        assert len(run()) == 12
 
 
-def test_a_broken_grader_is_found_before_anything_is_sampled(
-    run: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_grader_is_found_first(run: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     run("made")
     run.log.clear()
     boxed.check_grader.cache_clear()

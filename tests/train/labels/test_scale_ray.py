@@ -1,13 +1,11 @@
 """Label runs on a real local Ray cluster of two actors; skipped where Ray is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,39 +14,25 @@ from unittest import mock
 import pytest
 from datasets import Dataset
 
-from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import LabelSettings
-from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import MissingPackageError
 from ospruner.train.labels import label as label_module
 from ospruner.train.labels import on_ray
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.labelling import TraceKey
-from ospruner.train.labels.making import (
-    Labeller,
-    Work,
-    Worker,
-    label_problems,
-    label_stored,
-    work_here,
-)
+from ospruner.train.labels.labelling import Labeller, TraceKey
+from ospruner.train.labels.making import Work, Worker, label_problems, label_stored, work_here
 from ospruner.train.labels.on_ray import UnfinishedRunError, ray_work
 
-from ..conftest import sums, write_rows
+from ..conftest import TINY, sums, write_rows
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
 PROBLEMS = sums(12)
-
-
-def label_with_ray(problems: list[Problem], make: MakeWorker, out: Path, **options: Any) -> Dataset:
-    work = ray_work(make, **{"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4} | options)
-    return label_stored(make.settings, [TraceKey(one, 0) for one in problems], out, work)
+SETTINGS = replace(TINY, temperature=1.0, top_p=1.0, max_new_tokens=24, max_answer_tokens=4)
 
 
 def died(file: Path) -> list[int]:
@@ -59,7 +43,7 @@ def died(file: Path) -> list[int]:
 class Faulty(TransformersEngine):
     """The real engine; one prompt raises, and another one kills its process so many times."""
 
-    faults: MakeWorker
+    faults: "MakeWorker"
 
     def sample_and_fork(self, desk: TraceDesk, *rules: Any) -> None:
         begin, faults = desk.begin, self.faults
@@ -84,7 +68,6 @@ class MakeWorker:
     """Sent to the actors, which have no fixtures."""
 
     folder: str
-    settings: LabelSettings
     poison: str | None = None
     deadly: Path | None = None
     deaths: int = 1
@@ -96,8 +79,12 @@ class MakeWorker:
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         engine = Faulty(AutoModelForCausalLM.from_pretrained(self.folder), tokenizer)
         engine.faults = self
-        fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-        return engine, Labeller(tokenizer, fmt, self.settings)
+        return engine, Labeller.of(tokenizer, SETTINGS)
+
+
+def label_with_ray(problems: list[Problem], make: MakeWorker, out: Path, **options: Any) -> Dataset:
+    work = ray_work(make, **{"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4} | options)
+    return label_stored(SETTINGS, [TraceKey(one, 0) for one in problems], out, work)
 
 
 @pytest.fixture(scope="module")
@@ -109,45 +96,21 @@ def cluster() -> Iterator[Any]:
     # The actors cannot import this file: it travels by value, as does who gives out the traces.
     for module in (sys.modules[__name__], on_ray):
         ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(
-        "local",
-        num_cpus=3,
-        include_dashboard=False,
-        object_store_memory=200_000_000,
-        log_to_driver=False,
-    )
+    small: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 200_000_000}
+    ray.init("local", include_dashboard=False, log_to_driver=False, **small)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_ray, "_DEATHS", 1)  # each new actor imports all anew
         yield ray
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def settings() -> LabelSettings:
-    return LabelSettings(
-        base_model="tiny",
-        reasoning_format=DEEPSEEK_R1.to_dict(),
-        temperature=1.0,
-        top_p=1.0,
-        max_new_tokens=24,
-        max_answer_tokens=4,
-    )
-
-
 @needs_ray
-def test_deadly_and_poisoned_traces_cost_themselves_only(
-    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
-) -> None:
+def test_faulty_traces_cost_themselves(cluster: Any, tiny_base_dir: Path, tmp_path: Path) -> None:
     """One kills its actor with others and alone; what these had begun is kept."""
     deadly, out = tmp_path / "killed", tmp_path / "labels"
-    make = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", deadly=deadly, deaths=99)
-    seen: list[int] = []
-
-    def progress(phase: str, done: int, total: int, note: str = "") -> None:
-        assert (phase, total) == ("label", len(PROBLEMS))
-        seen.append(done)
-
-    labels = label_with_ray(PROBLEMS, make, out, progress=progress)
+    make = MakeWorker(str(tiny_base_dir), poison="p3/0", deadly=deadly, deaths=99)
+    seen: list[tuple[Any, ...]] = []
+    labels = label_with_ray(PROBLEMS, make, out, progress=lambda *said: seen.append(said))
     assert len(set(died(deadly))) == 2
     assert os.getpid() not in died(deadly)
     manifest = read_manifest(out)
@@ -156,11 +119,9 @@ def test_deadly_and_poisoned_traces_cost_themselves_only(
         ["p3", 0, "RuntimeError: this prompt breaks the engine"],
         ["p9", 0, "its worker ended 1 times while doing it alone"],
     ]
-    assert seen[0] == 0
-    assert seen[-1] == len(PROBLEMS)
+    assert (seen[0][:3], seen[-1][:3]) == (("label", 0, 12), ("label", 12, 12))
     # The same traces as one process without faults gives; nothing is done again.
-    sound = MakeWorker(str(tiny_base_dir), settings)
-    alone = label_problems(PROBLEMS, *sound(), tmp_path / "alone")
+    alone = label_problems(PROBLEMS, *MakeWorker(str(tiny_base_dir))(), tmp_path / "alone")
     kept = alone.filter(lambda row: row["problem_id"] not in ("p3", "p9"))
     assert labels["problem_id"] == kept["problem_id"]
     assert labels["trace_ids"] == kept["trace_ids"]
@@ -173,15 +134,11 @@ def broken() -> Worker:
 
 
 @needs_ray
-def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
-    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "labels"
+def test_a_run_that_cannot_end_says_why(cluster: Any, tiny_base_dir: Path, tmp_path: Path) -> None:
+    out, never = tmp_path / "labels", ray_work(broken, 1, gpus_per_actor=0)
     with pytest.raises(Exception, match="nothing is here"):
-        label_stored(
-            settings, [TraceKey(PROBLEMS[0], 0)], out, ray_work(broken, 1, gpus_per_actor=0)
-        )
-    full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
+        label_stored(SETTINGS, [TraceKey(PROBLEMS[0], 0)], out, never)
+    full = MakeWorker(str(tiny_base_dir), poison="p3/0", error=OSError)
     with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
         label_with_ray(PROBLEMS[:4], full, out, actors=1, chunk_traces=1)
     assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])
@@ -207,9 +164,7 @@ def test_a_run_by_names_opens_its_engine_where_the_actors_are(
     assert (source["engine"], source["scale"]) == ("transformers", "ray")
 
 
-def test_a_trace_whose_actors_die_is_begun_again_with_others_and_then_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_deadly_trace_is_begun_with_others_then_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As who gives out the traces counts it; the runs on the cluster are of one death each."""
     monkeypatch.setattr(on_ray, "_DEATHS", 2)
     deadly, other = (cast("Any", SimpleNamespace(place=(n, 0))) for n in ("deadly", "other"))
@@ -230,11 +185,9 @@ def test_a_trace_whose_actors_die_is_begun_again_with_others_and_then_alone(
     assert not foreman.lost(6), "it never asked for any"
 
 
-def test_a_missing_package_names_the_pip_line(
-    settings: LabelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ray.data", raising=False)
     with pytest.raises(MissingPackageError, match=r"ray, which is not.*ospruner\[ray\]"):
-        label_with_ray(PROBLEMS, MakeWorker("", settings), tmp_path)
+        label_with_ray(PROBLEMS, MakeWorker(""), tmp_path)
     assert list(tmp_path.iterdir()) == []
