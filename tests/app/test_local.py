@@ -41,13 +41,10 @@ def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> s
     content = f"{question.text}\n\n{model.token_format.format.user_instruction}"
     inputs = chat_batch(model.tokenizer, [content])
     torch.manual_seed(question.seed)
-    sampling: dict[str, Any] = {"do_sample": False}
+    how: dict[str, Any] = {"stop_policy": stop_policy, "max_new_tokens": question.max_tokens}
     if question.temperature:
-        sampling = {"do_sample": True, "temperature": question.temperature, "top_p": 0.95}
-        sampling["top_k"] = 0
-    output = model.generate(
-        **inputs, **sampling, stop_policy=stop_policy, max_new_tokens=question.max_tokens
-    )
+        how |= {"temperature": question.temperature, "top_p": 0.95, "top_k": 0}
+    output = model.generate(**inputs, **how, do_sample=question.temperature > 0)
     return str(model.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
@@ -72,8 +69,7 @@ def test_each_column_is_what_generate_writes(
     record = model.last_stop[0]
     found = [one.probability for one in pruned.thinking]
     assert found[: len(record.probabilities)] == record.probabilities
-    assert pruned.tokens == record.thinking_tokens
-    assert pruned.reason == record.reason == "policy"
+    assert (pruned.tokens, pruned.reason) == (record.thinking_tokens, "policy")
     assert text_of(plain).startswith(text_of(pruned))
     assert plain.tokens > pruned.tokens
     assert plain.seconds > 0 < pruned.seconds
@@ -82,9 +78,9 @@ def test_each_column_is_what_generate_writes(
 
 
 def test_a_budget_stops_the_pruned_column_and_the_page_shows_both(source: LocalSource) -> None:
-    pages = list(shown(source, asked(NEVER | {"max_thinking_tokens": 20})))
-    assert "saved" in pages[-1]
-    assert "stopped by the budget" in pages[-1]
+    *_, page = shown(source, asked(NEVER | {"max_thinking_tokens": 20}))
+    assert "saved" in page
+    assert "stopped by the budget" in page
 
 
 def test_columns_grow_and_closing_ends_them(
@@ -112,22 +108,19 @@ def test_what_cannot_be_asked_says_what_to_do(source: LocalSource) -> None:
     with pytest.raises(ValueError, match="threshold is 2"):
         list(source.ask(asked({"mode": "threshold", "threshold": 2}), True))
     assert threading.active_count() == before
-    with pytest.raises(ValueError, match="empty: write one"):
-        Question("  \n", {}, 0.6, 0, 100)
-    with pytest.raises(ValueError, match=r"30,000 characters; 20,000 are allowed: shorten it"):
-        Question("x" * 30_000, {}, 0.6, 0, 100)
+    for text, said in (("  \n", "empty: write one"), ("x" * 30_000, "30,000 characters")):
+        with pytest.raises(ValueError, match=said):
+            Question(text, {}, 0.6, 0, 100)
 
 
 def test_a_policy_folder_opens_with_its_base(reasoner: Reasoner, tmp_path: Path) -> None:
-    untrained(
-        reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3), tuning="layers"
-    ).save_pretrained(tmp_path / "policy")
+    own: dict[str, Any] = {"price_range": (1e-5, 1e-3), "tuning": "layers"}
+    untrained(reasoner.model, reasoner.tokenizer, **own).save_pretrained(tmp_path / "policy")
     opened = open_source(str(tmp_path / "policy"))
     assert (opened.policy, opened.positions, opened.prices) == ("policy", 1024, (0.0, 1e-3))
     assert list(opened.ask(asked({"price": 5e-4}), True))[-1].done
     with pytest.raises(ValueError, match="price"):
         list(opened.ask(asked({"price": 1.0}), True))
-    with pytest.raises(ValueError, match="name a policy, or a server"):
-        open_source(None)
-    with pytest.raises(ValueError, match="name a policy, or a server"):
-        open_source("p", "http://localhost:8000")
+    for named in ((None,), ("p", "http://localhost:8000")):
+        with pytest.raises(ValueError, match="name a policy, or a server"):
+            open_source(*named)

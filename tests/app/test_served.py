@@ -18,15 +18,7 @@ from ..served_app import ServedApp
 from ..serving.vllm.test_server import serving
 
 WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
-RECORD = {
-    "step_ends": [2, 3],
-    "probabilities": [0.25, None],
-    "thinking_tokens": 3,
-    "reason": "policy",
-    "nan_steps": 1,
-    "signals": [],
-    "probe_tokens": 0,
-}
+RECORD = {"step_ends": [2, 3], "probabilities": [0.25, None], "reason": "policy"}
 
 
 class StandIn(ServedApp):
@@ -63,12 +55,11 @@ class StandIn(ServedApp):
 def parts(body: dict[str, Any]) -> Iterator[str]:
     """The events of an answer."""
     words = WORDS[:3] if body["vllm_xargs"]["stop_policy"] else WORDS
-    deltas = [  # servers differ in the name
-        ({("reasoning", "reasoning_content")[n % 2]: word}, [7]) for n, word in enumerate(words)
-    ]
+    names = ("reasoning", "reasoning_content")  # servers differ in it
+    deltas = [*({names[n % 2]: word} for n, word in enumerate(words)), {"content": "\\boxed{5}"}]
     events: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "token_ids": ids, "finish_reason": None}]}
-        for delta, ids in [*deltas, ({"content": "\\boxed{5}"}, [8])]
+        {"choices": [{"index": 0, "delta": delta, "token_ids": [7], "finish_reason": None}]}
+        for delta in deltas
     ]
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 9)
     details = {"completion_tokens_details": {"reasoning_tokens": len(words)}}
@@ -93,40 +84,28 @@ def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
     assert (source.policy, source.positions, source.prices) == ("org/policy", 512, None)
     plain, pruned = (list(source.ask(QUESTION, on))[-1] for on in (False, True))
     assert (plain.tokens, plain.reason, plain.done) == (5, "natural", True)
-    assert [one.text for one in plain.thinking] == [
-        "one. two.\n\n",
-        "three.\n\n",
-        "four. five.\n\n",
-    ]
+    texts = ["one. two.\n\n", "three.\n\n", "four. five.\n\n"]
+    assert [one.text for one in plain.thinking] == texts
     assert (pruned.tokens, pruned.reason, pruned.answer) == (3, "policy", "\\boxed{5}")
     first, second = pruned.thinking
-    assert (first.text, first.tokens, first.probability) == ("one. two.\n\n", 2, 0.25)
-    assert second.text == "three.\n\n"
+    assert (first.text, first.tokens, first.probability) == (texts[0], 2, 0.25)
+    assert second.text == texts[1]
     assert second.probability != second.probability  # NaN: JSON has none
     off, on = sorted((b["vllm_xargs"] for b in stand_in.bodies), key=lambda x: x["stop_policy"])
     assert off == {"stop_policy": False}
-    name = on.pop("stop_id")
-    assert name.startswith("app-")
-    assert on == {
-        "stop_policy": True,
-        "stop_mode": "threshold",
-        "stop_threshold": 0.5,
-        "stop_seed": 7,
-    }
+    assert on.pop("stop_id").startswith("app-")
+    said = {"stop_mode": "threshold", "stop_threshold": 0.5}
+    assert on == {"stop_policy": True, "stop_seed": 7, **said}
     assert all(body["seed"] == 7 for body in stand_in.bodies)
     asked = {body["messages"][0]["content"] for body in stand_in.bodies}
     assert asked == {f"{QUESTION.text}\n\nReason, check, box."}
 
 
-def test_a_refusal_is_told_and_says_what_to_do(stand_in: StandIn) -> None:
+def test_a_refusal_and_a_server_that_is_gone_say_what_to_do(stand_in: StandIn) -> None:
     source = ServedSource(stand_in.url)
     stand_in.refuses = True
     with pytest.raises(ValueError, match=r"too long.*or shorten the question"):
         list(source.ask(QUESTION, True))
-
-
-def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
-    source = ServedSource(stand_in.url)
     stand_in.stop()
     with pytest.raises(ConnectionError, match=r"does not answer.*start one with `ospruner serve"):
         list(source.ask(QUESTION, True))
@@ -140,9 +119,8 @@ def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
 @pytest.mark.slow
 def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    untrained(reasoner.model, reasoner.tokenizer, init_bias=0.0, tuning="layers").save_pretrained(
-        folder
-    )
+    made = untrained(reasoner.model, reasoner.tokenizer, init_bias=0.0, tuning="layers")
+    made.save_pretrained(folder)
     text = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
     with serving(folder) as url:
         source = ServedSource(url)
@@ -150,10 +128,8 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
         assert source._instruction == reasoner.token_format.format.user_instruction
         greedy = Question(text, {"mode": "sample"}, 0.0, 0, 300)
         plain, pruned = (list(source.ask(greedy, on))[-1] for on in (False, True))
-        short = Question(
-            text, {"mode": "threshold", "threshold": 1.0, "max_thinking_tokens": 20}, 0.0, 0, 300
-        )
-        budget = list(source.ask(short, True))[-1]
+        short = {"mode": "threshold", "threshold": 1.0, "max_thinking_tokens": 20}
+        budget = list(source.ask(Question(text, short, 0.0, 0, 300), True))[-1]
         with pytest.raises(ValueError, match="shorten the question"):
             list(source.ask(Question(text, {}, 0.0, 0, 5000), True))
     assert (plain.reason, pruned.reason, budget.reason) == ("natural", "policy", "budget")
