@@ -4,15 +4,14 @@
     python benchmarks/above_full.py --run runs/demo [--passes 8 32] [--json FILE]
     python benchmarks/above_full.py --run runs/thinks --base runs/thinker --test gsm8k
 
-`--run` is a folder with labels/train, labels/validation and labels/TEST. Going on spoils some
-answers: they are right at a step and wrong at the end. At a price of 0 a policy is rewarded for
-right answers alone; it is annealed to that price from the lowest of the range that suits the
-labels, with each number of passes and each seed. Beside it stand votes (of the last steps' answers
-the most frequent, at the trace's end) and the hindsight oracle, which no rule can exceed.
+`--run` is a folder with labels/train, labels/validation and labels/TEST. At a price of 0 a policy
+is rewarded for right answers alone; it is annealed to that price from the lowest of the range that
+suits the labels, with each number of passes and each seed. Beside it stand votes (of the last
+steps' answers the most frequent, at the trace's end) and the hindsight oracle.
 
-All is told as accuracy less the full trace's, in points, with 95 % intervals that resample problems
-and training seeds. "By chance" is what a rule that changes as many answers, for good or bad alike,
-exceeds in one of forty: a gain below it says nothing.
+All is told as accuracy less the full trace's, in points; intervals resample problems and training
+seeds. "By chance" is what a rule that changes as many answers, for good or bad alike, exceeds in
+one of forty.
 """
 
 from collections import Counter
@@ -30,8 +29,7 @@ from ospruner.progress import PhaseBars
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.prices import automatic_range
 
-VOTES = (3, 5, 10**6)
-"""Of how many last steps the answers are counted."""
+VOTES = (3, 5, 10**6)  # of how many last steps the answers are counted
 
 
 class AtNoPrice(Study):

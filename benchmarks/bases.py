@@ -23,8 +23,7 @@ NEVER = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
 """A policy that is on and never stops: generate's `stop_policy`, and what requests tell vLLM."""
 VLLM_NEVER = {f"stop_{key}": value for key, value in NEVER.items()}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORDS = 40
-"""Of so many tokens one ends a paragraph: random weights take each about as often."""
+WORDS = 40  # of so many tokens one ends a paragraph: random weights take each about as often
 
 
 class Shape(NamedTuple):
@@ -61,20 +60,13 @@ def random_base(
     attention: str = "sdpa",
 ) -> Qwen2ForCausalLM:
     """A Qwen2 of random weights, on `DEVICE`."""
-    config = Qwen2Config(
-        **shape._asdict(),
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ids = {one: getattr(tokenizer, one) for one in ("eos_token_id", "pad_token_id")}
+    own = {**shape._asdict(), "max_position_embeddings": positions, "bos_token_id": None, **ids}
+    config = Qwen2Config(**own, tie_word_embeddings=False)
+    how = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     torch.manual_seed(seed)
     with torch.device(DEVICE):
-        base = Qwen2ForCausalLM._from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
-    return base.eval()
+        return Qwen2ForCausalLM._from_config(config, **how).eval()
 
 
 def words_of(fmt: TokenFormat) -> list[int]:
@@ -85,12 +77,9 @@ def words_of(fmt: TokenFormat) -> list[int]:
     """
     own = next(i for i, kind in enumerate(fmt.kinds) if kind & BREAK and kind & VISIBLE)
     marks = {*fmt.added_ids, fmt.think_end_id, *fmt.eos_ids}
-    plain = (
-        i
-        for i, (kind, text) in enumerate(zip(fmt.kinds, fmt.texts, strict=True))
-        if kind == VISIBLE and i not in marks and set("{}\\").isdisjoint(text)
-    )
-    return [own, *(word for word, _ in zip(plain, range(WORDS - 1), strict=False))]
+    seen = [i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE and i not in marks]
+    plain = [i for i in seen if set("{}\\").isdisjoint(fmt.texts[i])]
+    return [own, *plain[: WORDS - 1]]
 
 
 def save_random(
@@ -104,8 +93,7 @@ def save_random(
 ) -> Qwen2ForCausalLM:
     """Writes a random base into `folder/base`, and an untrained policy on it into `folder/policy`.
 
-    The head's weights have the standard deviation `spread`; zeros hide the states. `tail` is for
-    `untrained`, the other arguments for `random_base`.
+    The head's weights have the standard deviation `spread`; zeros hide the states.
     """
     tokenizer, place = Reasoner().tokenizer, folder / "base"
     base = random_base(shape, tokenizer, positions, seed, dtype)
@@ -120,10 +108,8 @@ def save_random(
 def reasoner_prompts(reasoner: Reasoner, count: int, seed: int) -> dict[str, list[int]]:
     """The embedded reasoner's first test problems, as its tokens, by their ids."""
     fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
-    return {
-        one.id: prompt_token_ids(one.id, user_message(one, fmt.format), tokenizer, fmt)
-        for one in draw_split("test", count, seed)
-    }
+    asked = {one.id: user_message(one, fmt.format) for one in draw_split("test", count, seed)}
+    return {name: prompt_token_ids(name, text, tokenizer, fmt) for name, text in asked.items()}
 
 
 def random_traces(
@@ -140,12 +126,10 @@ def random_traces(
         right = np.arange(steps) >= draws.integers(1, steps)
         name = f"p{seed}-{n}"
         told = {
-            "problem": name,
+            **{"problem": name, "step_ends": [*ends, length], "matches_final": right.tolist()},
             "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
             "trace_ids": draws.integers(0, vocabulary, length).tolist(),
-            "step_ends": [*ends, length],
             "forced_correct": right.astype(float).tolist(),
-            "matches_final": right.tolist(),
         }
         rows.append(label_row(name, steps=steps, **told))
     return Dataset.from_list(rows, features=FEATURES)

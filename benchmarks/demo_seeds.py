@@ -3,8 +3,7 @@
     python benchmarks/demo_seeds.py [--seeds 10-19] [--size standard] [--out runs/demo-seeds]
         [--json FILE]
 
-Each seed is an `ospruner demo` of its own, from nothing; a stopped one continues, and those that
-are finished are only read.
+Each seed is an `ospruner demo` of its own; finished ones are only read, a stopped one continues.
 """
 
 import subprocess

@@ -10,6 +10,7 @@ tokens; the time holds the prompts' and the forced answers', but not the engine'
 import argparse
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,8 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     engine = open_engine(name, tokenizer, config.engine_options())
     with tempfile.TemporaryDirectory() as folder:
         label_problems([first], engine, labeller, Path(folder, "first"))
-        made, taken = timing.timed(
-            lambda: label_problems(others, engine, labeller, Path(folder, "others"))
-        )
+        work = partial(label_problems, others, engine, labeller, Path(folder, "others"))
+        made, taken = timing.timed(work)
         tokens = sum(map(len, made["trace_ids"]))
     seconds, rate = round(taken.wall_seconds, 3), round(tokens / taken.wall_seconds, 1)
     print(f"{arm}: {tokens} thinking tokens, {rate} a second", flush=True)

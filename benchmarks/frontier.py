@@ -6,13 +6,8 @@
 With `--anneal` a policy is annealed for each of four prices with the demo's seeds, on the same
 labels, and stands beside the one of every price: half as many passes a price, twice as many in all.
 A killed run continues. Other baselines join in where each seed's folder holds them, in folders
-named as `ospruner train --method`.
-
-It is what `ospruner compare` does for any labels, and how far seeds spread. Every rule of every
-method is replayed on the validation and test traces of the run. Each method's thresholds are
-quantiles of its own signal on validation, 64 for each where the signal takes so many values, from
-"at once" to "never". Intervals resample problems and, for trained methods, training seeds; in each
-resample a method chooses its rules again. Differences are paired.
+named as `ospruner train --method`. It is what `ospruner compare` does for any labels, and how far
+seeds spread. Intervals resample problems and, for trained methods, training seeds.
 """
 
 import itertools
@@ -64,15 +59,11 @@ def anneal(run: Path) -> None:
 
 
 def seed_spreads(rules: Sequence[Rule]) -> dict[str, dict[str, float]]:
-    """How far seeds spread: of the policy of every price at every fifth, and of one a price.
-
-    Raises:
-        SystemExit: tokens do not fall with the price, which the head makes sure of.
-    """
+    """How far seeds spread: of the policy of every price at every fifth, and of one a price."""
     every = [rule for rule in rules if rule.method == EVERY_PRICE]
     for seed in zip(*(rule.outcomes for rule in every), strict=True):
         tokens = [one.mean_tokens for one in seed]
-        if tokens != sorted(tokens, reverse=True):
+        if tokens != sorted(tokens, reverse=True):  # the head makes sure of it
             raise SystemExit(f"tokens rise with the price: {tokens}")
     found = {f"price {price_name(rule.parameter or 0)}": spread(rule) for rule in every[::5]}
     annealed = [rule for rule in rules if rule.method == FRONTIER]
@@ -103,28 +94,17 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     if not seeds:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     names = [name for name in (*METHOD_NAMES, *ANNEALED_RUNS) if (seeds[0] / name).is_dir()]
-    found = compare(
-        run / "labels" / "test",
-        [*(seed / name for name in names for seed in seeds), "rules"],
-        base=str(REASONER),
-        states=run / "states",
-        choose_on=run / "labels" / "validation",
-        train=run / "labels" / "train",
-        rewards_at=prices,
-        prices=(),
-    )
-    traces = len(found)
-    about = {"seeds": len(seeds), "test_traces": traces}
-    about |= {"left_out": found.results.about["left_out"]}
+    train, validation, test = (run / "labels" / one for one in ("train", "validation", "test"))
+    how: dict[str, Any] = {"choose_on": validation, "train": train, "states": run / "states"}
+    policies = [*(seed / name for name in names for seed in seeds), "rules"]
+    found = compare(test, policies, base=str(REASONER), rewards_at=prices, prices=(), **how)
+    traces, left_out = len(found), found.results.about["left_out"]
+    about = {"seeds": len(seeds), "test_traces": traces, "left_out": left_out}
     return Results(
         dataset="embedded reasoner, test problems",
         setting=f"replay of {traces} traces, {len(seeds)} training seed{'s' * (len(seeds) > 1)}",
         frontiers=found.frontiers.replace({"method": {FRONTIER: ANNEALED}}),
-        about={
-            **timing.environment(),
-            **about,
-            "seed_spread": seed_spreads(found.rules),
-        },
+        about={**timing.environment(), **about, "seed_spread": seed_spreads(found.rules)},
     )
 
 

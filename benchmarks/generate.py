@@ -1,16 +1,11 @@
 """Speed of generate with a stopping policy, against plain generate on the same prompts and seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--quick] [--json FILE] [--seed N]
-        [--before DIR --before-python FILE]
 
 Both arms sample from the same random weights; a logits processor, in both alike, ends a paragraph
 every 40 tokens and at half of the trace, rows of a batch at different ones. The policy is on and
-never stops (the tokens are checked to be the same), or stops at half of the trace and answers with
-8 tokens.
-
-Plain generate and the arm with the policy take their decode steps in turn, each timed; of each
-step the least time of all runs counts (`timing.paired_ratio`). What comes before the first new
-token, and outside generate, is left out.
+never stops (the tokens are checked to be the same), or stops at half of the trace. The arms take
+their decode steps in turn, each timed (`timing.paired_ratio`); the first one's is left out.
 """
 
 import copy
@@ -33,19 +28,15 @@ from ospruner.train.untrained import untrained
 
 GAP = 40  # tokens from a paragraph's end to the next
 PROMPT_TOKENS, TRACE_TOKENS, ANSWER_TOKENS = 128, 96, 8
-TUNINGS = {"layers": "", "queries": "queries_"}
-"""What stands before the names of each tuning's numbers."""
+TUNINGS = {"layers": "", "queries": "queries_"}  # and what its numbers' names begin with
 LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
 
 
 class Stepwise:
     """A call in a thread of its own, which `step` lets go on until it pauses or ends.
 
-    What it draws in a step depends on the seed and the step's number alone.
-
-    Args:
-        seed: of its draws.
-        call: is given `pause`, which ends a step and returns when the next one begins.
+    The call is given `pause`, which ends a step and returns when the next one begins. What it draws
+    in a step depends on the seed and the step's number alone.
     """
 
     def __init__(self, seed: int, call: Callable[[Callable[[], None]], Any]) -> None:
@@ -81,10 +72,7 @@ class Stepwise:
 
 
 class Bench:
-    """A base, alone and with policies, that generates with and without them step by step.
-
-    Its weights are random; `built` goes to `random_base`: dtype, attention.
-    """
+    """A random base (`built`: dtype, attention), which generates with and without policies."""
 
     def __init__(self, shape: Shape, seed: int, **built: str) -> None:
         self.seed = seed
@@ -117,34 +105,22 @@ class Bench:
             shaped[ends, self.words[0]] = 0.0
             return shaped
 
-        written: torch.Tensor = generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            logits_processor=LogitsProcessorList([paragraphs]),
-            max_new_tokens=TRACE_TOKENS,
-            do_sample=True,
-            temperature=0.6,
-            top_p=0.95,
-            top_k=0,
-        )
+        how: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
+        how |= {"attention_mask": torch.ones_like(prompts), "max_new_tokens": TRACE_TOKENS}
+        shaped = LogitsProcessorList([paragraphs])
+        written: torch.Tensor = generate(input_ids=prompts, logits_processor=shaped, **how)
         return written
 
     def ratios(self, batch: int, kind: str, tuning: str, runs: int) -> list[Ratio]:
-        """Tokens/s over plain (kind "never"), or time over plain ("half"): wall clock, CPU time.
-
-        Raises:
-            RuntimeError: an arm does not write what it is said to write.
-        """
+        """Tokens/s over plain (kind "never"), or time over plain ("half"): wall clock, CPU time."""
         half = {"min_thinking_tokens": TRACE_TOKENS // 2, "max_answer_tokens": ANSWER_TOKENS}
         told = NEVER if kind == "never" else {"mode": "threshold", "threshold": 0.0, **half}
         pruned = partial(self.models[tuning].generate, stop_policy=told)
         calls = {"plain": self.alone.generate, "pruned": pruned}
         times: dict[str, list[list[Timed]]] = {name: [] for name in calls}
         for run in range(runs):
-            arms = {
-                name: Stepwise(self.seed, partial(self._write, call, batch))
-                for name, call in calls.items()
-            }
+            writers = {name: partial(self._write, call, batch) for name, call in calls.items()}
+            arms = {name: Stepwise(self.seed, write) for name, write in writers.items()}
             taken = timing.in_turn({name: arm.step for name, arm in arms.items()}, run)
             for name, steps in taken.items():
                 times[name].append(steps[1:])  # without the prompt's
@@ -176,7 +152,7 @@ class Bench:
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     sizes = {"runs": (6, 2, "timed runs of each pair of arms")}
-    parser = timing.options(__doc__, "a third of the runs: two minutes", before=True, sizes=sizes)
+    parser = timing.options(__doc__, "a third of the runs: two minutes", sizes=sizes)
     parser.add_argument("--shape", default="512", help="the base's: tiny, 7b, or a width")
     parser.add_argument("--dtype", default="float32", help="the base's")
     parser.add_argument("--attention", default="sdpa", help="its implementation")

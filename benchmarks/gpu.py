@@ -3,9 +3,8 @@
     make gpu [ARGS="--only generate train"]
     python benchmarks/gpu.py [--tiny] [--tuning layers] [--json FILE]
 
-Nothing is downloaded. Each check runs in a process of its own, in order of worth, and says "held",
-"NOT HELD", or only what was seen; the numbers are written after each, so that what is cut off
-loses one check. `--tiny` takes a width of 128, on a CPU too: the test of this file.
+Each check runs in a process of its own, in order of worth, and says "held", "NOT HELD", or only
+what was seen; the numbers are written after each. `--tiny` takes a width of 128, on a CPU too.
 
 generate   benchmarks/generate.py in bfloat16, with sdpa and FlashAttention 2: a policy that never
            stops changes no token, one that stops changes none before its stop
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +47,8 @@ SIZES: dict[str, Found] = {
     "tiny": {"dtype": "float32", "tokens": 64, "traces": 8, "trace_tokens": 200}
     | {"streams": (1, 4), "blocks": 9},
 }
-"""A request writes `tokens`, `streams` of them at a time; a training step takes `traces` of
-`trace_tokens`; `blocks` are pages of vLLM that are too few for all streams."""
-TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
-"""How far two engines' probabilities of stopping may lie apart."""
+"""A training step takes `traces` of `trace_tokens`; `blocks` are too few pages for all streams."""
+TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}  # of two engines' probabilities of stopping
 PEAK_GIB = 60.0  # what a training step may take
 
 
@@ -101,10 +97,7 @@ def check_serve(job: Namespace) -> Found:
 
 
 def check_parity(job: Namespace) -> Found:
-    """Probabilities of stopping on vLLM's own tokens: vLLM's against transformers'.
-
-    The pages are too few for all requests: some are preempted and taken up again.
-    """
+    """Probabilities of stopping on vLLM's tokens, some of them preempted, by both engines."""
     shape, words = bases.shape_of(job.shape), bases.words_of(Reasoner().token_format)
     head = {"spread": 2.0 / shape.hidden_size**0.5, "init_bias": -4.0, "tuning": job.tuning}
     bases.save_random(job.folder, shape, 2048, job.seed, job.dtype, **head)
@@ -118,18 +111,18 @@ def check_parity(job: Namespace) -> Found:
     place, requests = str(job.folder / "policy"), range(max(job.streams))
     engine = LLM(model=place, num_gpu_blocks_override=job.blocks, **own)
     draw = random.Random(job.seed)
-    prompts = [draw.choices(words[1:], k=32) for _ in requests]
+    asked = [{"prompt_token_ids": draw.choices(words[1:], k=32)} for _ in requests]
     common: Found = {"temperature": 1.0, "logit_bias": dict.fromkeys(words, 100.0)}
     common |= {"detokenize": False, "max_tokens": job.tokens}
     extra = [{**VLLM_NEVER, "stop_id": f"r{i}"} for i in requests]
     params = [SamplingParams(**common, seed=i, extra_args=extra[i]) for i in requests]
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.generate(asked, params, use_tqdm=False)
     model = OSPrunerForCausalLM.from_pretrained(place, dtype=getattr(torch, job.dtype))
     torch.nn.Module.to(model, DEVICE)
     gaps: list[float] = []
-    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for i, output in enumerate(outputs):
         [told] = engine.collective_rpc("ospruner_told", args=("stop_id", f"r{i}"))[0]
+        prompt = asked[i]["prompt_token_ids"]
         ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]], device=DEVICE)
         with torch.inference_mode():
             exact = torch.sigmoid(stop_logits(model, ids)[0].float()).cpu()
@@ -148,27 +141,23 @@ def check_labels(job: Namespace) -> Found:
     return {"held": None, **benchmark(job, "labels.py", *quick)}
 
 
-CHECKS: dict[str, Callable[[Namespace], Found]] = {  # in order of worth
-    name.removeprefix("check_"): check
-    for name, check in list(globals().items())
-    if name.startswith("check_")
-}
+IN_ORDER = (check_generate, check_train, check_serve, check_parity, check_labels)  # of worth
+CHECKS = {check.__name__.removeprefix("check_"): check for check in IN_ORDER}
 
 
 def run_child(name: str, folder: Path, seconds: float) -> Found:
     """One check in a process of its own; its output goes to a log in the folder."""
     log, file = folder / f"{name}.log", folder / f"{name}.json"
     command = [sys.executable, *sys.argv, "--check", name, "--folder", str(folder)]
-    started, error = time.monotonic(), None
+    started, error = time.monotonic(), dict[str, str]()
     with log.open("w") as output:
+        to_log: Found = {"stdout": output, "stderr": subprocess.STDOUT}
         try:
-            subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=seconds, check=True
-            )
+            subprocess.run(command, timeout=seconds, check=True, **to_log)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as failed:
             error = {"error": str(failed), "last_words": log.read_text("utf-8", "replace")[-1500:]}
     found = json.loads(file.read_text()) if file.exists() else {"held": False}
-    return {**found, **(error or {}), "seconds": round(time.monotonic() - started, 1)}
+    return {**found, **error, "seconds": round(time.monotonic() - started, 1)}
 
 
 def main() -> None:
@@ -188,8 +177,8 @@ def main() -> None:
         job = Namespace(**vars(args), **SIZES[args.shape])
         (args.folder / f"{args.check}.json").write_text(json.dumps(CHECKS[args.check](job)))
         return
-    told = {"shape": args.shape, "seed": args.seed, "tuning": args.tuning}
-    result: Found = {**told, **timing.environment(), "checks": {}}
+    result: Found = {one: vars(args)[one] for one in ("shape", "seed", "tuning")}
+    result |= {**timing.environment(), "checks": {}}
     end = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         for check in args.only:

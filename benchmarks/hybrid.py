@@ -2,11 +2,11 @@
 
     python benchmarks/hybrid.py [--run runs/hybrid] [--tokens 1400000] [--seeds 3] [--json FILE]
 
-A policy of queries copies the last layers that hold keys; in a hybrid others stand between. This
-base is a tiny Qwen3.5 with two layers of linear attention between its last two of full. It begins
-as the embedded reasoner but for these two's attention, and is taught to write as the reasoner does.
-Its own traces are labelled at every second step, and `tails.py` measures three forms: copies, to
-which what the layers between added is added (today's), these without it, and the head alone.
+This base is a tiny Qwen3.5 with two layers of linear attention between its last two of full, which
+a policy of queries copies. It begins as the embedded reasoner but for these two's attention, and is
+taught to write as the reasoner does. Its own traces are labelled at every second step, and
+`tails.py` measures three forms: copies, to which what the layers between added is added (today's),
+these without it, and the head alone.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ FORMS: dict[str, dict[str, Any]] = {COPIES: {}, NOTHING: {}, "head alone": {"lay
 def begun_as(reasoner: PreTrainedModel) -> Qwen3_5ForCausalLM:
     """A hybrid with those of the reasoner's tensors that it has a place for.
 
-    Qwen3.5's norms hold their weight less 1. It norms queries and keys, which begin twice as long,
-    so that attention is about as sharp as the reasoner's. And it gates what attention gives: gates
-    begin at a half, outputs doubled.
+    Qwen3.5's norms hold their weight less 1; those of queries and keys begin at 2, for attention
+    about as sharp as the reasoner's. Gates of attention begin at a half, its outputs doubled.
     """
     theirs, tensors = reasoner.config.to_dict(), reasoner.state_dict()
     own = {name: theirs[name] for name in Qwen3_5TextConfig().to_dict() if name in theirs}

@@ -1,14 +1,11 @@
 """Cost of labels: tokens computed over unique tokens, and time against encoding each prefix anew.
 
     OMP_NUM_THREADS=1 python benchmarks/labels.py [--quick] [--json FILE] [--limit N] [--seed N]
-        [--before DIR --before-python FILE]
 
 What the embedded reasoner thinks is laid end to end until it is as long as real traces
 (trace_shapes.json: R1-Distill-Qwen-7B on MATH-500), and answers are forced where those had their
-steps: once by the engine, which computes shared tokens once, and once from batches of whole
-prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and their answers are
-compared. `unique` are the tokens that cannot be shared. Where vLLM is installed it forks the
-same traces, from blocks of 32 tokens on a CPU.
+steps: by the engine, which computes shared tokens once, by vLLM where it is installed, and from
+whole prefixes, each encoded anew. `unique` are the tokens that cannot be shared.
 """
 
 import importlib.util
@@ -33,20 +30,15 @@ def forked(
 ) -> tuple[list[list[int]], Timed]:
     """The forced answers' tokens, one answer after the other, and how long they took."""
     fmt, engine.counts = reasoner.token_format, TokenCount()
-    suffix = fmt.forced_suffix()
-    forks, taken = timing.timed(
-        lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state)
-    )
+    how = (fmt.forced_suffix(), MAX_ANSWER_TOKENS, fmt.box_state)
+    forks, taken = timing.timed(lambda: engine.fork(requests, *how))
     return [answer.ids for one in forks for answer in one], taken
 
 
 def anew(requests: Sequence[ForkRequest]) -> list[ForkRequest]:
     """The naive arm: every prefix is a text of its own, which shares nothing with others."""
-    return [
-        ForkRequest([*one.prompt_ids, *one.trace_ids[:cut]], [], [0])
-        for one in requests
-        for cut in one.cuts
-    ]
+    cuts = [(one, cut) for one in requests for cut in one.cuts]
+    return [ForkRequest([*one.prompt_ids, *one.trace_ids[:cut]], [], [0]) for one, cut in cuts]
 
 
 def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> list[ForkRequest]:
@@ -80,7 +72,7 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     sizes = {"limit": (9, 4, "traces of real length, of 10")}
-    parser = timing.options(__doc__, "fewer traces: a minute", before=True, sizes=sizes)
+    parser = timing.options(__doc__, "fewer traces: a minute", sizes=sizes)
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
     args = timing.parse(parser)
     reasoner = Reasoner()

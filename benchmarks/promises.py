@@ -4,19 +4,17 @@
     OMP_NUM_THREADS=1 python benchmarks/promises.py --policy runs/demo/policy \
         --labels runs/demo/labels/test [--json FILE]
 
-The labelled problems are taken for all that there are. Calibrations of n of them are drawn, with
-replacement, and each chooses the boldest of the policy's 31 prices. "Naive" takes the boldest whose
-measured loss is small enough; "betting" and "exact" are those of `ospruner calibrate`, in mode
-"sample" and in mode "threshold"; "one end" tests from price 0 alone. A choice is broken where the
-price loses more on all problems. `--lost-at-zero 0.01` takes away every hundredth right answer at
-price 0, and there alone.
+Calibrations of n of the labelled problems are drawn, with replacement, and each chooses the boldest
+of the policy's 31 prices. "Naive" takes the boldest whose measured loss is small enough; "betting"
+and "exact" are those of `ospruner calibrate`, in mode "sample" and in mode "threshold"; "one end"
+tests from price 0 alone. A choice is broken where the price loses more on all labelled problems.
+`--lost-at-zero 0.01` takes away every hundredth right answer at price 0, and there alone.
 
     python benchmarks/promises.py --drift 0.12
 
-asks instead how soon a server could see that its traffic has drifted, without references. Of its
+asks instead how soon a server could see that its traffic has drifted, without references: of its
 control requests, which never stop, the answer forced where the policy would have stopped is held
-against the answer at the end. Up to this share may disagree (what the calibration saw, and the
-promise); an alarm (`alarms`) is raised where more do. Streams of 20,000 requests drift half-way.
+against the answer at the end, and up to this share may disagree. Streams drift half-way.
 """
 
 import itertools
@@ -73,10 +71,8 @@ CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]
 def alarms(differs: BoolArray, allowed: float, level: float = LEVEL / 2) -> IntArray:
     """(C,) how many answers a server's `Drift` has seen when it alarms; n + 1 where it does not.
 
-    Args:
-        differs: (C, n) whether the two answers of each control request of C streams differ.
-        allowed: the share of the null, in (0, 1).
-        level: the chance of a false alarm, ever; a server's other half is the calibration's.
+    `differs` (C, n) says whether the two answers of each control request of C streams differ,
+    `allowed` is the share of the null; of `LEVEL` the calibration has the other half.
     """
     streams, n = differs.shape
     drift, found = Drift(allowed, level, streams), np.full(streams, n + 1)
@@ -110,8 +106,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     ours, use = Judged(args.labels), parse_policies([args.policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{args.policy} is a policy of one price: give one of every price")
-    lost: dict[str, FloatArray] = {}
-    saved: dict[str, FloatArray] = {}
+    lost, saved = dict[str, FloatArray](), dict[str, FloatArray]()
     for mode in ("sample", "threshold"):
         table, outcomes = tried(ours, use, mode)
         lost[mode] = np.stack([losses(table, outcome) for _, outcome in outcomes])  # (J, P)
@@ -146,9 +141,9 @@ def main() -> None:
     parser.add_argument("--drift", type=float, help="share of answers that may disagree")
     args = timing.parse(parser)
     if args.drift is not None:
-        table = measure_drifts(args.drift, args.resamples, args.seed)
-        print(f"{args.resamples} streams: alarms, and requests from the drift on (median)")
         told = {"streams": args.resamples, "seed": args.seed, "allowed": args.drift}
+        print(f"{args.resamples} streams: alarms, and requests from the drift on (median)")
+        table = measure_drifts(args.drift, args.resamples, args.seed)
         found = table.to_dict("index") | told
     else:
         found = measure(args)

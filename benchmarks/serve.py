@@ -1,23 +1,19 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
     python benchmarks/serve.py [--quick] [--streams N] [--tuning layers] [--layers N] [--json FILE]
-        [--seed N] [--before DIR --before-python FILE]
+        [--seed N]
     python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
     python benchmarks/serve.py --host-time
 
 Two bases: the embedded reasoner, and random weights in 28 layers, which sample among 40 tokens, of
-which one ends a paragraph, as 60 tokens without it do. Both engines run in this process, in turn,
-with 64 streams. The policy is on and never stops (the tokens are checked to be the same), or it
-stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
-
-With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
-early by itself, as at a price.
+which one ends a paragraph, as 60 tokens without it do. With `--policy`, its own base takes the
+place of both, greedily on the labels' prompts. The policy is on and never stops (the tokens are
+checked to be the same), or it stops early, by a budget, or as at a price (`--policy`). Ratios above
+1 would be faster than plain vLLM. Both engines run in this process, with 64 streams, and take their
+steps in turn, each timed; of each step the least time of all rounds counts (`timing.paired_ratio`).
 
 With `--host-time` no engine runs: it prints what the plug-in itself takes on the host of a step, at
 1 to 256 streams, without the arithmetic of the base and of the tail.
-
-Both engines take their steps in turn, each timed; of each step the least time of all rounds counts
-(`timing.paired_ratio`). What happens outside of the engines' steps is not counted.
 """
 
 import os
@@ -56,17 +52,14 @@ HOST_STREAMS, HOST_STEPS, HOST_ROUNDS = (1, 16, 64, 256), 500, 8
 
 @dataclass(frozen=True)
 class Case:
-    """A base with its policy in folders, and the requests that both engines are given.
-
-    `early` are the policy's settings in arm "early", `sampling` those of all requests.
-    """
+    """A base with its policy in folders, and the requests that both engines are given."""
 
     name: str
     base: Path
     policy: Path
     prompts: list[list[int]]
     max_tokens: int
-    early: dict[str, Any]
+    early: dict[str, Any]  # the policy's settings in arm "early"
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
 
@@ -126,10 +119,9 @@ class Arms:
         self.case, self.tokens = case, dict[str, list[list[int]]]()
 
     def run(self, arm: str, turn: int = 0, limit: int | None = None) -> list[list[Timed]]:
-        """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
+        """All requests in plain vLLM and in an arm, in turn: the times of both engines' steps.
 
-        Returns the times of plain vLLM's steps, and of the arm's. Who takes the first step, the
-        prompts', changes with the turn; `limit` stands in place of the case's tokens.
+        Who takes the first step changes with the turn; `limit` is in place of the case's tokens.
         """
         outputs: dict[str, dict[str, list[int]]] = {"plain": {}, arm: {}}
 
@@ -160,13 +152,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times both arms of a case against plain vLLM; `key` is added to the names of the numbers.
 
-    Returns:
-        `never_stop_ratio`, tokens/s with a policy that never stops over plain vLLM's, and
-        `time_saved_over_tokens_saved`, the share of time saved in arm "early" over that of tokens
-        (where any were), by both clocks, with intervals; and `tokens_saved`.
-
-    Raises:
-        RuntimeError: an arm does not write what it is said to write.
+    `time_saved_over_tokens_saved` is the share of time saved in arm "early" over that of tokens.
     """
     arms = Arms(case, streams, dtype)
     for arm in ("never", "early"):
@@ -187,20 +173,18 @@ def measure(
     ratios = clock_ratios(never, plain)  # of time, the other way round
     found = show(f"never_stop_ratio{key}", "tokens/s, never stopping", ratios)
     if saved:
-        over = [
-            Ratio(*((1 - time) / saved for time in (one.median, one.high, one.low)))
-            for one in clock_ratios(*zip(*times["early"], strict=True))
-        ]
-        said = "time saved over tokens saved"
-        found |= show(f"time_saved_over_tokens_saved{key}", said, over)
+        clocks = clock_ratios(*zip(*times["early"], strict=True))
+        ends = [(one.median, one.high, one.low) for one in clocks]
+        over = [Ratio(*((1 - time) / saved for time in one)) for one in ends]
+        found |= show(f"time_saved_over_tokens_saved{key}", "time saved over tokens saved", over)
     return {f"tokens_saved{key}": round(saved, 4), **found}
 
 
 def host_step(streams: int, seed: int) -> Callable[[], float]:
-    """A server's streams as the plug-in follows them on the host, by a policy of every price.
+    """A server's streams as the plug-in follows them on the host: a call takes a step; its seconds.
 
     A paragraph ends about every 40 tokens. Streams stop at budgets around 400 tokens, and others
-    come in their place once they have answered. A call takes the next step; its seconds.
+    come in their place once they have answered.
     """
     reasoner, draw = Reasoner(), random.Random(seed)
     fmt, config = reasoner.token_format, OSPrunerConfig.from_pretrained(POLICY)
@@ -235,8 +219,9 @@ def host_times(seed: int, rounds: int) -> dict[str, float]:
         step = host_step(streams, seed)
         means = [sum(step() for _ in range(HOST_STEPS)) / HOST_STEPS for _ in range(rounds)]
         found[f"host_ms_{streams}"] = ms = round(1e3 * min(means), 4)
-        told = f"{ms:.3f} ms of a step, {1e3 * ms / streams:.1f} us of a stream"
-        print(f"{streams:>4} streams: {told}")
+        print(
+            f"{streams:>4} streams: {ms:.3f} ms of a step, {1e3 * ms / streams:.1f} us of a stream"
+        )
     return found
 
 
@@ -245,7 +230,7 @@ def main() -> None:
     quick = "the random base alone, half as long, one round: three minutes"
     sizes = {"rounds": (2, 1, "timed runs of each arm")}
     sizes |= {"tokens": (192, 96, "a request, of the random base")}
-    parser = timing.options(__doc__, quick, before=True, sizes=sizes)
+    parser = timing.options(__doc__, quick, sizes=sizes)
     parser.add_argument("--shape", default="512", help="the random base's: tiny, 7b, or a width")
     parser.add_argument("--streams", type=int, default=STREAMS, help="at a time")
     # More than the streams, so that what has stopped makes room for what waits, as in a server.

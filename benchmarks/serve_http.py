@@ -2,11 +2,9 @@
 
     python benchmarks/serve_http.py [--quick] [--streams 1 16 64] [--json FILE] [--seed N]
 
-One server on the embedded reasoner's policy, then one on that of random weights in 28 layers. Each
-gets the same chat requests, so many at a time, streamed: with the policy off, on and never
-stopping, and stopping at the first step end after a budget. The load generator is that of
-`vllm bench serve`, called as a module: as one request ends the next one is sent. The random base
-writes tokens of a short list, of which one ends a paragraph, up to `max_tokens`.
+One server on a policy of random weights in 28 layers, then one on the embedded reasoner's. Each
+gets the same chat requests, so many at a time, streamed: with the policy off, never stopping, and
+stopping after a budget. As one request ends the next one is sent, as in `vllm bench serve`.
 """
 
 import contextlib
@@ -53,15 +51,7 @@ def serving(case: Case, dtype: str) -> Iterator[str]:
 def send(
     url: str, case: Case, body: Mapping[str, Any], requests: int, streams: int, seed: int
 ) -> dict[str, Any]:
-    """One pass of the load generator over the first requests of a case; `body` goes with each.
-
-    Returns:
-        p50 and p99 of each measure in ms, tokens a second, and tokens: generated, and all but the
-        answers' texts.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    """One pass of the load generator over the first requests of a case; `body` goes with each."""
     tokenizer = AutoTokenizer.from_pretrained(case.policy)
     chats = [user_message(one, guess(tokenizer)) for one in draw_split("test", requests, 0)]
     problems = case.policy.with_name("problems.jsonl")
@@ -70,9 +60,8 @@ def send(
     asked += f" --model {case.policy} --served-model-name policy --skip-chat-template"
     asked += f" --dataset-name custom --dataset-path {problems} --num-prompts {requests}"
     asked += f" --custom-output-len {case.max_tokens} --max-concurrency {streams} --disable-tqdm"
-    asked += (
-        f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99 --save-detailed"
-    )
+    asked += f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99"
+    asked += " --save-detailed"
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     arguments = parser.parse_args([*asked.split(), "--extra-body", json.dumps(body)])

@@ -1,16 +1,14 @@
-"""How small a policy may be, and how few its labels: adapters and the head alone, against copies.
+"""How small a policy may be: adapters and the head alone, against copies.
 
     ospruner demo
     python benchmarks/tails.py --run runs/demo [--ranks 4 16 64] [--seeds 3] [--json FILE]
     python benchmarks/tails.py --run runs/thinks --base runs/thinker --test gsm8k
-        [--further "4 layers" "whole layers" "100 traces"]
 
-`--run` is a folder with labels/train, labels/validation and labels/TEST. For each form and seed a
-policy of every price is trained on the same labels. Each form takes the learning rate, of the given
-multiples of the default, with which its first seed earns the most on validation. On the test
-traces a form's reward is the mean over seven prices of accuracy less price times thinking tokens;
-its difference from the copies' is paired, and its interval resamples problems and seeds. A killed
-run goes on.
+`--run` is a folder with labels/train, labels/validation and labels/TEST. Each form takes the
+learning rate, of the given multiples of the default, with which its first seed earns the most on
+validation. On the test traces its reward is the mean over seven prices of accuracy less price times
+thinking tokens; the difference from the copies' is paired, and its interval resamples problems and
+seeds. A killed run goes on.
 """
 
 import argparse
@@ -39,25 +37,11 @@ from ospruner.train.trainer import StopTrainer
 Forms = dict[str, dict[str, Any]]
 COPIES = "copies"
 PRICES = 7  # geometric, over the policy's range
-FURTHER: Forms = {
-    "1 layer": {"layers": 1},
-    "4 layers": {"layers": 4},
-    "whole layers": {"tuning": "layers"},
-    **{f"{n} traces": {"limit": n} for n in (50, 100, 200, 400)},
-}
-BAR = -0.3
-"""Points of reward that a form may lie behind the copies, at the interval's lower end."""
+BAR = -0.3  # points of reward: how far behind the copies the interval's lower end may lie
 
 
 class Study:
-    """Trains the policies, and says what each earns.
-
-    Args:
-        args: of this benchmark.
-        forms: settings of training, by the form's name.
-        out: folder of the policies.
-        progress: is told of phases.
-    """
+    """Trains policies into a folder, by forms' settings of training, and says what each earns."""
 
     def __init__(
         self, args: argparse.Namespace, forms: Forms, out: Path, progress: Progress
@@ -97,12 +81,12 @@ class Study:
     def rewards(self, policy: Path, split: str) -> FloatArray:
         """(N,) what each trace earns, in points: the mean over the prices."""
         judged = self.judged(split)
-        said = judged.predicted(str(policy))
+        said, each = judged.predicted(str(policy)), []
         assert said.prices is not None
         grid = price_grid(said.prices)
-        prices = [grid[round(place)] for place in np.linspace(0, len(grid) - 1, PRICES)]
-        outcomes = [replay(judged.split.table, said.probabilities(price)) for price in prices]
-        each = [one.correct - p * one.tokens for p, one in zip(prices, outcomes, strict=True)]
+        for price in (grid[round(place)] for place in np.linspace(0, len(grid) - 1, PRICES)):
+            outcome = replay(judged.split.table, said.probabilities(price))
+            each.append(outcome.correct - price * outcome.tokens)
         rewards: FloatArray = 100 * np.mean(each, axis=0)
         return rewards
 
@@ -128,10 +112,8 @@ class Study:
             found[form] = {
                 "rate": rate,
                 "stored_bytes": (folders[0] / "model.safetensors").stat().st_size,
-                "reward": float(earned[form].mean()),
-                "ahead": float(ahead.mean()),
-                "ahead_low": low,
-                "ahead_high": high,
+                **{"reward": float(earned[form].mean()), "ahead": float(ahead.mean())},
+                **{"ahead_low": low, "ahead_high": high},
                 "each_seed": earned[form].mean(1).tolist(),
             }
         return found
@@ -146,17 +128,12 @@ def interval(ahead: FloatArray, problems: IntArray) -> tuple[float, float]:
 
 def report(found: Forms) -> str:
     """The forms as a Markdown table."""
-    rows = [
-        [
-            form,
-            f"{one['stored_bytes'] / 1e6:.2f}",
-            f"{one['rate']:g}",
-            f"{one['reward']:.2f}",
-            f"{one['ahead']:+.2f} [{one['ahead_low']:+.2f}, {one['ahead_high']:+.2f}]",
-            "yes" if one["ahead_low"] > BAR else "no",
-        ]
-        for form, one in found.items()
-    ]
+    rows = []
+    for form, one in found.items():
+        size, rate, reward = (one[name] for name in ("stored_bytes", "rate", "reward"))
+        ahead = "{ahead:+.2f} [{ahead_low:+.2f}, {ahead_high:+.2f}]".format(**one)
+        above = "yes" if one["ahead_low"] > BAR else "no"
+        rows.append([form, f"{size / 1e6:.2f}", f"{rate:g}", f"{reward:.2f}", ahead, above])
     heads = ["form", "MB", "rate, x default", "reward", "less the copies'", f"above {BAR:g}"]
     return markdown_table(heads, rows)
 
@@ -178,11 +155,9 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 4], help="x the default's")
-    parser.add_argument("--further", nargs="+", choices=FURTHER, default=[], help="forms")
     args = timing.parse(parser)
     ranks: Forms = {f"rank {rank}": {"adapter_rank": rank} for rank in args.ranks}
     forms: Forms = {COPIES: {}, **ranks, "head alone": {"layers": 0}}
-    forms |= {form: FURTHER[form] for form in args.further}
     with PhaseBars(Console()) as bars:
         found = Study(args, forms, args.run / "tails", bars).measured()
     print(report(found))

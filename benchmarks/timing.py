@@ -3,10 +3,7 @@
 import argparse
 import json
 import math
-import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import torch
 import transformers
 
@@ -33,73 +29,31 @@ Five reads of `generate.py --quick` on a busy machine, CPU time: .004 at batch 1
 def options(
     doc: str | None,
     quick: str = "",
-    before: bool = False,
     sizes: Mapping[str, tuple[int, int, str]] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share.
+    """A parser with the options that benchmarks share; the help is the doc's first line.
 
-    Args:
-        doc: of the benchmark; its first line is the help's.
-        quick: what `--quick` does; "" where there is none.
-        before: whether two checkouts can be compared.
-        sizes: further options by name: their default, that of `--quick`, and what they are.
+    `sizes` are further options by name: their default, that of `--quick`, what they are.
     """
-    own = argparse.ArgumentParser(add_help=False)  # these a benchmark elsewhere is not given
-    own.add_argument("--json", metavar="FILE", type=Path, help="also write the last line there")
-    if before:
-        own.add_argument("--before", metavar="DIR", type=Path, help="compare with a checkout")
-        own.add_argument("--before-python", metavar="FILE", default=sys.executable, help="its")
-        own.add_argument("--turns", type=int, default=2, help="with --before: runs of each")
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0], parents=[own])
-    parser.set_defaults(own=own, sizes=sizes)
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.set_defaults(sizes=sizes)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the last line there")
     parser.add_argument("--seed", type=int, default=0)
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     for name, (default, few, said) in sizes.items():
-        parser.add_argument(
-            f"--{name}", type=int, help=f"{said} (default: {default}, quick: {few})"
-        )
+        said += f" (default: {default}, quick: {few})"
+        parser.add_argument(f"--{name}", type=int, help=said)
     return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments; with `--before` both checkouts run, and the process ends."""
+    """The arguments; sizes that are not given are those of `--quick`, or the default ones."""
     args = parser.parse_args()
-    own, sizes = (vars(args).pop(name) for name in ("own", "sizes"))
-    if vars(args).get("before"):
-        compare_checkouts(*own.parse_known_args())
-        raise SystemExit
-    for name, of in sizes.items():
+    for name, of in vars(args).pop("sizes").items():
         if vars(args)[name] is None:
             setattr(args, name, of[args.quick])
     return args
-
-
-def compare_checkouts(args: argparse.Namespace, passed: Sequence[str]) -> None:
-    """Runs this benchmark here and in another checkout, in turn; prints the numbers of both.
-
-    Each measures beside what does not change (plain generate, plain vLLM, encoding anew), so that
-    ratios compare well, also where a machine's speed drifts; seconds compare less well.
-    """
-    sides = {"before": (args.before_python, args.before.resolve()), "after": (sys.executable, HERE)}
-    found: dict[str, list[Any]] = {side: [] for side in sides}
-    for turn in range(args.turns):
-        for side in list(sides)[:: -1 if turn % 2 else 1]:
-            python, checkout = sides[side]
-            command = [python, str(checkout / "benchmarks" / Path(sys.argv[0]).name), *passed]
-            print(f"{side}, turn {turn + 1} of {args.turns}", file=sys.stderr, flush=True)
-            told: dict[str, Any] = {"cwd": checkout, "stdout": subprocess.PIPE, "text": True}
-            told["env"] = {**os.environ, "PYTHONPATH": str(checkout)}
-            done = subprocess.run(command, **told, check=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    # A column a number, such as "arms.packed.seconds"; the ends of intervals are lists.
-    before, after = (pd.json_normalize(runs).select_dtypes("float") for runs in found.values())
-    ratios = after / before
-    table = pd.DataFrame({"before": before.median(), "after": after.median()})
-    table = table.assign(ratio=ratios.median(), low=ratios.min(), high=ratios.max())
-    table = table.loc[after.columns].dropna()
-    print(table.to_string(float_format="{:.4g}".format))
-    print_last_line({"before": str(args.before), "numbers": table.T.to_dict()}, args.json)
 
 
 class Timed(NamedTuple):
@@ -120,10 +74,9 @@ def timed(call: Callable[[], T]) -> tuple[T, Timed]:
 
 
 def in_turn(arms: Mapping[str, Callable[[], object]], turn: int) -> dict[str, list[Timed]]:
-    """Takes the arms' steps in turn, so that what slows the machine slows all; their times.
+    """The times of the arms' steps, taken in turn, so that what slows the machine slows all.
 
-    Each arm's call takes one step and says whether another is left: True. Who takes the first
-    step changes from step to step, and with the turn of the runs.
+    An arm's call takes a step; it is True while another is left. Who is first changes each time.
     """
     times: dict[str, list[Timed]] = {name: [] for name in arms}
     going = list(arms)
@@ -149,17 +102,13 @@ class Ratio(NamedTuple):
 
 
 def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike) -> Ratio:
-    """The second arm's time over the first's, from steps that were taken in turn, one by one.
+    """The second arm's time over the first's, each (R, steps) seconds of the steps of R runs.
 
     What else a machine does only ever adds time: of each step the least time of an arm's runs
     counts, and these are added up. What slows the machine for a while slows both arms' steps, so
     the interval is of which steps were met, 2,000 resamples of runs of 8 steps in a row, and of
     what differs from process to process (`PROCESSES`). Steps that both arms take are resampled
     together; where one arm takes more, its further ones by themselves.
-
-    Args:
-        first: (R, steps) seconds of each step, of each of R runs: the same steps in each.
-        second: the same of the other arm.
     """
     arms = [np.min(first, axis=0), np.min(second, axis=0)]  # (steps,)
     shared, longest = sorted(map(len, arms))
@@ -168,8 +117,7 @@ def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike) -> Ratio:
 
     def total(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """(2, 2,000) the sums over steps (2, n), resampled in blocks."""
-        n = steps.shape[1]
-        width = min(8, n)
+        width = min(8, n := steps.shape[1])
         starts = draws.integers(0, n - width + 1, (2_000, -(-n // width)))
         picks = (starts[..., None] + np.arange(width)).reshape(2_000, -1)
         return steps[:, picks].mean(axis=-1) * n
@@ -202,8 +150,8 @@ def environment() -> dict[str, str | int | bool | None]:
     commit, modified = git_state()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    made_by = {"git_commit": commit, "git_modified": modified}
-    return {"device": device, "threads": torch.get_num_threads(), **versions, **made_by}
+    made_by = {**versions, "git_commit": commit, "git_modified": modified}
+    return {"device": device, "threads": torch.get_num_threads(), **made_by}
 
 
 def print_last_line(result: Mapping[str, Any], file: Path | None) -> None:

@@ -1,12 +1,10 @@
 """Cost of a training step: one pass per prefix, one padded pass, one packed pass, many prices.
 
     OMP_NUM_THREADS=1 python benchmarks/train.py [--quick] [--json FILE] [--limit N] [--seed N]
-        [--before DIR --before-python FILE]
 
-The base is a random Qwen2 of 28 layers with R1-Distill-7B's proportions at a smaller width, its
-policy two layers as in the paper; traces have 20 steps and the spread of lengths that reasoning
-has. Every arm takes whole optimiser steps on the same batches; all but `every_price` must find the
-same loss:
+The base is a random Qwen2 of 28 layers with R1-Distill-7B's proportions at a smaller width; traces
+have 20 steps and the spread of lengths that reasoning has. Every arm takes whole optimiser steps on
+the same batches, in turn; all but `every_price` must find the same loss:
 
 naive        one pass for each prefix, unpadded, its last token's logit
 padded       one pass a trace, in padded rows
@@ -14,8 +12,6 @@ packed       as `ospruner train`: the trunk on packed traces, the last layer at 
 kept         the same from the trunk's states in memory, as in all epochs but the first
 queries      kept, for a policy that is queries only
 every_price  kept, for a policy of every price on six of them (another loss)
-
-Arms are timed in turn; operations are counted floating-point ones.
 """
 
 from argparse import Namespace
@@ -46,14 +42,12 @@ from ospruner.train.traces import Batch, LabelledTraces
 
 Ends = tuple[float, float]
 PENALTY = 1e-4
-RATIOS = {
-    "packed_over_naive": ("naive", "packed"),
-    "packed_over_padded": ("padded", "packed"),
+RATIOS = {  # seconds of one arm over another's
+    **{"packed_over_naive": ("naive", "packed"), "packed_over_padded": ("padded", "packed")},
     "kept_over_naive": ("naive", "kept"),
     "queries_cost_ratio": ("queries", "kept"),
     "six_prices_cost_ratio": ("every_price", "kept"),
 }
-"""Seconds of one arm over another's."""
 
 
 class Target:
@@ -63,6 +57,7 @@ class Target:
         self, base: Any, seed: int, tuning: Any = "layers", prices: Ends | None = None
     ) -> None:
         head: Any = "price" if prices else "fixed"
+        # Its learning rate is next to nothing, so that all arms see the same weights.
         config = StopConfig("run", head=head, tuning=tuning, seed=seed, learning_rate=1e-12)
         reasoner = Reasoner()
         settings = (config, reasoner.label_settings(seed), prices)
@@ -72,10 +67,7 @@ class Target:
         self.prices = prices_of_batch(prices, config.prices_per_batch, seed, 0) if prices else ()
 
     def step(self, outputs: torch.Tensor, batch: Batch) -> float:
-        """One optimiser step on the head's outputs (N, T, 1 or 6); returns the loss before it.
-
-        Its learning rate is next to nothing, so that all arms see the same weights.
-        """
+        """One optimiser step on the head's outputs (N, T, 1 or 6); the loss before it."""
         known = self.model.config.prices
         if known is None:
             loss = batch_loss("os-pruner", outputs[..., 0], batch, PENALTY)
@@ -105,17 +97,15 @@ class Target:
         batch = traces.batch(np.arange(len(traces)))
         ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
         hidden, _ = reading(self.model, ids.to(self.model.base.device))
-        positions = batch.positions.to(hidden.device)
-        outputs = step_outputs(self.model.policy, States(hidden), positions, fast=False)
-        return self.step(outputs, batch)
+        where = (States(hidden), batch.positions.to(hidden.device))
+        return self.step(step_outputs(self.model.policy, *where, fast=False), batch)
 
     def packed(self, traces: LabelledTraces) -> float:
         """A step as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
         batch, states = traces.batch(rows), traces.states(self.model, rows)
         positions = batch.positions.to(states.hidden.device)
-        outputs = step_outputs(self.model.policy, states, positions)
-        return self.step(outputs, batch)
+        return self.step(step_outputs(self.model.policy, states, positions), batch)
 
 
 def measure(args: Namespace) -> dict[str, Any]:
@@ -160,27 +150,20 @@ def measure(args: Namespace) -> dict[str, Any]:
     # Untrained, a policy that is queries only says what any other says.
     same = [loss for name, loss in losses.items() if name != "every_price"]
     size = f"{args.layers} layers of width {args.width}, {args.limit} traces of {args.steps} steps"
-    return {
-        **ratios.median().to_dict(),
-        "intervals": ratios.agg(["min", "max"]).to_dict("list"),
-        "arms": told.to_dict("index"),
-        "loss_difference": max(same) - min(same),
-        "base": f"{size}, {tokens} tokens",
-    }
+    found = {"intervals": ratios.agg(["min", "max"]).to_dict("list"), "arms": told.to_dict("index")}
+    found |= {"loss_difference": max(same) - min(same), "base": f"{size}, {tokens} tokens"}
+    return {**ratios.median().to_dict(), **found}
 
 
 def main() -> None:
     """Measures, prints a table, and the numbers as one JSON object."""
     sizes = {
-        "rounds": (5, 3, "timed steps of each arm"),
-        "limit": (8, 3, "traces a step"),
-        "width": (224, 112, "hidden size"),
-        "layers": (28, 28, "layers of the base"),
-        "steps": (20, 20, "steps a trace"),
-        "tokens": (400, 120, "median tokens a trace"),
+        **{"rounds": (5, 3, "timed steps of each arm"), "limit": (8, 3, "traces a step")},
+        **{"width": (224, 112, "hidden size"), "layers": (28, 28, "layers of the base")},
+        **{"steps": (20, 20, "steps a trace"), "tokens": (400, 120, "median tokens a trace")},
     }
     quick = "narrower and shorter: a minute"
-    args = timing.parse(timing.options(__doc__, quick, before=True, sizes=sizes))
+    args = timing.parse(timing.options(__doc__, quick, sizes=sizes))
     result = measure(args)
     print(f"{result['base']}; {timing.environment()}")
     print(pd.DataFrame(result["arms"]).T.to_string(float_format="{:.4g}".format))
