@@ -125,7 +125,7 @@ def _make_tiny_base(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     tokens = {one: getattr(tokenizer, one) for one in ("eos_token_id", "pad_token_id")}
     tokens |= {"bos_token_id": None, "vocab_size": len(tokenizer)}

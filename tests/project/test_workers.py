@@ -69,10 +69,10 @@ def ends(pid: int) -> bool:
 def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
     module: Any, tmp_path: Path
 ) -> None:
-    seen: dict[str, tuple[Any, ...]] = {}
+    seen: dict[str, tuple[int, int, str]] = {}
 
-    def noted(phase: str, *state: Any) -> None:
-        seen[phase] = state
+    def noted(phase: str, done: int, total: int, note: str = "") -> None:
+        seen[phase] = (done, total, note)
 
     jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
     mark = tmp_path / "pid"
