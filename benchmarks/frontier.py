@@ -96,10 +96,8 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     names = [name for name in (*METHOD_NAMES, *ANNEALED_RUNS) if (seeds[0] / name).is_dir()]
     train, validation, test = (run / "labels" / one for one in ("train", "validation", "test"))
     how: dict[str, Any] = {"choose_on": validation, "train": train, "states": run / "states"}
-    policies: list[str | Path] = [seed / name for name in names for seed in seeds]
-    found = compare(
-        test, [*policies, "rules"], base=str(REASONER), rewards_at=prices, prices=(), **how
-    )
+    policies: list[str | Path] = [*(seed / name for name in names for seed in seeds), "rules"]
+    found = compare(test, policies, base=str(REASONER), rewards_at=prices, prices=(), **how)
     traces, left_out = len(found), found.results.about["left_out"]
     about = {"seeds": len(seeds), "test_traces": traces, "left_out": left_out}
     return Results(
