@@ -12,12 +12,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a ref
 
 
 class Browser:
-    """One window; a context manager.
-
-    Args:
-        chromium: the browser's program.
-        driver: chromedriver's.
-    """
+    """One window, by the programs of a browser and its driver; a context manager."""
 
     def __init__(self, chromium: str, driver: str) -> None:
         self._driver = subprocess.Popen(

@@ -23,12 +23,9 @@ REPO = Path(__file__).resolve().parent.parent
 _OWNS_HF_HOME = "PYTEST_XDIST_WORKER" not in os.environ
 if _OWNS_HF_HOME:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="ospruner-hf-")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_OFFLINE"] = "1"
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["MPLBACKEND"] = "Agg"
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+os.environ |= dict.fromkeys((*OFFLINE, "HF_HUB_DISABLE_TELEMETRY"), "1")
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "Agg"}
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -116,35 +113,22 @@ def tiny_tokenizer(load_script: Callable[[str], ModuleType]) -> PreTrainedTokeni
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     tokenizer = bpe_tokenizer(TINY_CORPUS * 2, 340, special, min_frequency=2)
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|end|>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
+    how = {"eos_token": "<|end|>", "pad_token": "<|end|>", "padding_side": "left"}
+    how["chat_template"] = TINY_CHAT_TEMPLATE
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **how
     )
-    fast.chat_template = TINY_CHAT_TEMPLATE
-    return fast
 
 
 def _make_tiny_base(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    tokens = {one: getattr(tokenizer, one) for one in ("eos_token_id", "pad_token_id")}
+    tokens |= {"bos_token_id": None, "vocab_size": len(tokenizer)}
+    config = Qwen2Config(**sizes, **tokens, initializer_range=0.2, tie_word_embeddings=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Qwen2ForCausalLM(config).eval()

@@ -15,48 +15,28 @@ from ospruner.train.untrained import untrained
 NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
 ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
 COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     "bos_token_id": None,
-    "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
 }
 LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4},
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
 }
 LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
 }
 MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_d_ssm": 64,
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+    **{"mamba_chunk_size": 8, "mamba_d_ssm": 64},
 }
 WINDOW = {"sliding_window": 8}
 
@@ -73,11 +53,8 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+        **{"n_groups": 1, "chunk_size": 8},
     },
 }
 PLAIN = """
@@ -106,9 +83,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "falcon_h1": MAMBA,
     "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0},
     "granitemoehybrid": {
-        **LOCAL_EXPERTS,
-        **MAMBA,
-        "shared_intermediate_size": 24,
+        **{**LOCAL_EXPERTS, **MAMBA, "shared_intermediate_size": 24},
         "layer_types": ["mamba", "attention", "attention", "mamba"],
     },
     "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
@@ -132,10 +107,8 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2}
     | {"index_head_dim": 16, "qk_rope_head_dim": 4, **LOCAL_EXPERTS, "moe_intermediate_size": 24},
     "gemma4_text, per-layer embeddings": {
-        **WINDOW,
-        "global_head_dim": 8,
-        "vocab_size_per_layer_input": 640,
-        "hidden_size_per_layer_input": 8,
+        **{**WINDOW, "global_head_dim": 8},
+        **{"vocab_size_per_layer_input": 640, "hidden_size_per_layer_input": 8},
     },
     "minimax": LOCAL_EXPERTS,
     "llama4_text": {**LOCAL_EXPERTS, "intermediate_size_mlp": 48},
@@ -147,21 +120,13 @@ def make_base(
     name: str, tokenizer: PreTrainedTokenizerBase, auto: Any = AutoModelForCausalLM, **extra: Any
 ) -> PreTrainedModel:
     """A random base in which no parameter has a neutral value: a tail without it would show."""
-    fields = {
-        **COMMON,
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **ORDINARY.get(name, {}),
-        **OTHERS.get(name, {}),
-        **MORE.get(name, {}),
-        **extra,
-    }
+    fields = COMMON | {"vocab_size": len(tokenizer)}
+    fields |= {one: getattr(tokenizer, one) for one in ("eos_token_id", "pad_token_id")}
+    fields |= (ORDINARY | OTHERS | MORE).get(name, {}) | extra
+    config = CONFIG_MAPPING[name.split(",")[0]](**fields)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        base: PreTrainedModel = auto.from_config(
-            CONFIG_MAPPING[name.split(",")[0]](**fields)
-        ).eval()
+        base: PreTrainedModel = auto.from_config(config).eval()
         for parameter in base.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.2)

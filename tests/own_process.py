@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,29 +24,23 @@ needs_vllm = pytest.mark.skipif(
 def run_checks(
     *files: Path, case: str | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Runs the tests of files, or one of them; all must pass.
-
-    Args:
-        files: the files.
-        case: such as `test_base[2-qwen2]`, of each file.
-        environment: variables of the process beside those of this one.
-    """
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider"),
-            "--show-capture=stdout",
-            *(str(one) if case is None else f"{one}::{case}" for one in files),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **(environment or {})},
-        text=True,
-        check=False,
+    """Runs the tests of files, or of each one's `case`, as `test_base[2-qwen2]`; all must pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider"]
+    named = [str(one) if case is None else f"{one}::{case}" for one in files]
+    variables = os.environ | (environment or {})
+    printed = output_of(
+        *command, "--show-capture=stdout", *named, env=variables, stdin=subprocess.DEVNULL
     )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-8000:]
-    assert " passed" in done.stdout.splitlines()[-1]
+    print(printed)
+    assert " passed" in printed.splitlines()[-1]
+
+
+def output_of(*command: object, **how: Any) -> str:
+    """What a command prints that must succeed."""
+    words = [str(one) for one in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def start(work: Callable[[], object]) -> int:

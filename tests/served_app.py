@@ -10,11 +10,7 @@ import uvicorn
 
 
 class ServedApp:
-    """The server; a context manager.
-
-    Attributes:
-        url: its address, at which requests wait from the beginning.
-    """
+    """The server, a context manager; requests to its `url` wait from the beginning."""
 
     def __init__(self, app: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

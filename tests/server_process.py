@@ -21,15 +21,9 @@ START_SECONDS = 900  # as long as it takes on two busy cores
 def running_server(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[str]:
-    """Runs a server on a free port of this machine; ends all of its processes afterwards.
+    """Runs a server on a free port of this machine; its address, once its `/health` has answered.
 
-    Args:
-        command: to which host and port are added.
-        environment: variables of the process beside those of this one.
-        log: the file for what it prints.
-
-    Yields:
-        Its address, once its `/health` has answered.
+    All of its processes end afterwards. What it prints goes into `log`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

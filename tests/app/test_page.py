@@ -8,12 +8,12 @@ import pytest
 
 from ospruner.app.columns import Columns, LocalSource, Question, ServedSource
 from ospruner.app.web import running_app
-from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
 from ..browser import Browser
 
+pytestmark = pytest.mark.slow
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
@@ -42,14 +42,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
-    base = str(REASONER)
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        init_bias=-0.5,
-        base_model_name_or_path=base,
-        tuning="layers",
-    )
+    model = untrained(reasoner.model, reasoner.tokenizer, init_bias=-0.5, tuning="layers")
     with running_app(LocalSource(model, "policy")) as url:
         yield url
 
@@ -62,7 +55,8 @@ def until(what: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
-def ready(browser: Browser, url: str) -> None:
+def ready(browser: Browser, url: str, width: int = 1280, height: int = 1000) -> None:
+    browser.resize(width, height)
     browser.open(url)
     until(lambda: browser.run("document.querySelectorAll('#ask, .osp-column').length") == 3)
 
@@ -72,9 +66,7 @@ def write(browser: Browser, text: str) -> None:
     browser.press(*text)
 
 
-@pytest.mark.slow
 def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None:
-    browser.resize(1280, 1000)
     ready(browser, address)
     assert not browser.run("document.querySelector('#price')?.offsetParent"), "λ is fixed"
     write(browser, QUESTION)
@@ -83,8 +75,8 @@ def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None
     assert "thinking…" in browser.text(".osp-pruned")
     until(lambda: "saved" in browser.text(".osp-summary"))
     assert "stopped by the policy" in browser.text(".osp-pruned")
-    assert "\\boxed{" in browser.text(".osp-plain .osp-answer")
-    assert "\\boxed{" in browser.text(".osp-pruned .osp-answer")
+    for kind in ("plain", "pruned"):
+        assert "\\boxed{" in browser.text(f".osp-{kind} .osp-answer")
     assert browser.run("document.querySelectorAll('.osp-plain .osp-spared').length") > 0
     tops = "[...document.querySelectorAll('.osp-column')].map(e => e.getBoundingClientRect().top)"
     left, right = browser.run(tops)
@@ -92,10 +84,8 @@ def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None
     assert browser.errors() == []
 
 
-@pytest.mark.slow
 def test_a_narrow_window_needs_no_scrolling_sideways(browser: Browser, address: str) -> None:
-    browser.resize(390, 844)
-    ready(browser, address)
+    ready(browser, address, 390, 844)
     browser.run("document.querySelectorAll('.gallery-item')[0].click()")
     until(lambda: "3x+54" in browser.run("document.querySelector('#question textarea').value"))
     browser.click("#ask")
@@ -106,9 +96,7 @@ def test_a_narrow_window_needs_no_scrolling_sideways(browser: Browser, address: 
     assert 0 <= browser.run(f"{shown}") < 400, "what was asked for is in sight"
 
 
-@pytest.mark.slow
 def test_nothing_is_asked_of_others(browser: Browser, address: str) -> None:
-    browser.resize(1280, 1000)
     ready(browser, address)
     asked = browser.run("performance.getEntriesByType('resource').map(one => one.name)")
     named = "[...document.querySelectorAll('link, script, img')].map(e => e.href || e.src || '')"
@@ -116,9 +104,7 @@ def test_nothing_is_asked_of_others(browser: Browser, address: str) -> None:
     assert [one for one in others if not one.startswith(("data:", "blob:"))] == []
 
 
-@pytest.mark.slow
 def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> None:
-    browser.resize(1280, 1000)
     with running_app(Gone()) as url:
         ready(browser, url)
         browser.click("#ask")

@@ -61,11 +61,10 @@ def test_nothing_is_labelled_or_trained_again(
     demo_run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = shutil.copytree(demo_run[0], tmp_path / "again")
-    record = record_of(out)
     monkeypatch.setattr(Workers, "run", None)
     found = run_demo(out, TINY, 0, Console(quiet=True))
     assert found.frame.equals(Results.read(demo_run[0] / "report" / "results.json").frame)
-    assert record_of(out)["rounds"] == record["rounds"]
+    assert record_of(out)["rounds"] == record_of(demo_run[0])["rounds"]
 
 
 def test_prints_and_writes_what_it_found(demo_run: tuple[Path, str]) -> None:
@@ -75,14 +74,13 @@ def test_prints_and_writes_what_it_found(demo_run: tuple[Path, str]) -> None:
     for words in ("accuracy %", "hindsight", "best fixed", "stop_policy=True", "test answers"):
         assert words in printed
     found = Results.read(out / "report" / "results.json")
-    rules = found.rules
+    rules, config = found.rules, OSPrunerConfig.from_pretrained(out / "policy")
     full = rules.iloc[0]
     assert full["method"] == FULL
     labels = TraceTable.from_dataset(load_labels(out / "labels" / "test").traces)
-    assert full["accuracy"] == pytest.approx(labels.full_correct.mean())
-    assert full["tokens"] == pytest.approx(labels.full_tokens.mean())
-    frontier = rules[rules["method"] == EVERY_PRICE]
-    known = OSPrunerConfig.from_pretrained(out / "policy").prices
+    wanted = [labels.full_correct.mean(), labels.full_tokens.mean()]
+    assert [full["accuracy"], full["tokens"]] == pytest.approx(wanted)
+    frontier, known = rules[rules["method"] == EVERY_PRICE], config.prices
     assert known is not None
     assert frontier["parameter"].tolist() == list(price_grid(known))
     assert [known.low, known.high] == PRICES
@@ -90,29 +88,27 @@ def test_prints_and_writes_what_it_found(demo_run: tuple[Path, str]) -> None:
     assert claim["holds"], "thinking tokens fall as their price rises"
     assert f"{size.test} test problems are too few to claim more" in said
     # It prunes visibly, at the price that is saved, and says which rule chose it.
-    ours, config = rules.loc[found.chosen], OSPrunerConfig.from_pretrained(out / "policy")
-    assert ours["parameter"] == config.price > 0
+    ours = rules.loc[found.chosen]
+    assert (ours["method"], ours["parameter"]) == (EVERY_PRICE, config.price)
+    assert config.price > 0
     assert f"Its default is price={price_name(config.price)}, chosen as" in said
     card = (out / "policy" / "README.md").read_text()
-    assert CHOSEN_BY in said
-    assert CHOSEN_BY in card
+    for text in (said, card):
+        assert CHOSEN_BY in text
     assert ours["reduction"] > 0.15
     assert ours["aes"] > 0
     assert f"it saves {ours['reduction']:.0%} of the thinking tokens" in said
     lost, mended = (size.test * ours[name] for name in ("harmed", "helped"))
     assert f"right answers are kept, {lost:.0f} broken, and {mended:.0f} wrong ones mended" in said
     # Lines of a pipe, as this one is; no warning of a package that nothing uses.
-    for stage in ("os-pruner, seed 0: train", "probe, seed 0: train"):
-        assert f"{stage}: " in said
+    for method in ("os-pruner", "probe"):
+        assert f"{method}, seed 0: train: " in said
     assert "gemm_4bit" not in said
     run = found.about["run"]
-    assert run["seed"] == 0
-    assert run["settings"] == vars(size)
+    assert (run["seed"], run["settings"]) == (0, vars(size))
     assert run["packages"]["torch"]
     assert {"git_commit", "git_modified", "python", "platform"} <= set(run)
     assert Results.read(out / "policy" / "results.json").to_dict() == found.to_dict()
-    assert found.chosen is not None
-    assert rules["method"][found.chosen] == EVERY_PRICE
     assert not (out / "states").exists()
 
     # The stages of `make`: one round of all problems, its promise, its report and its curve.
@@ -135,42 +131,38 @@ def test_the_saved_policy_was_used(demo_run: tuple[Path, str]) -> None:
     out, printed = demo_run
     rows = json.loads((out / "side_by_side.json").read_text())["rows"]
     assert len(rows) == 3
+    assert len({row["content"] for row in rows}) == 3
     for row in rows:
         off, on = row["off"], row["on"]
-        assert on["thinking_tokens"] <= off["thinking_tokens"]
         assert off["thinking"].startswith(on["thinking"]), "rows differ before the stop"
         assert "boxed{" in on["answer"]
     assert any(row["on"]["thinking_tokens"] < row["off"]["thinking_tokens"] for row in rows)
     words = re.findall(r"\((?:right|wrong)\)", printed)
     assert len(words) == 6, "told in words, not by colour"
-    assert len({row["content"] for row in rows}) == 3
     assert "OS-Pruner demo policy" in (out / "policy" / "README.md").read_text()
     assert all(check.ok for check in verify(str(out / "policy")))
 
 
 def test_what_is_not_this_run_is_refused(demo_run: tuple[Path, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds another run .size: "):
-        run_demo(demo_run[0], STANDARD, 0, Console(quiet=True))
     (tmp_path / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(ValueError, match="holds another run's files .thesis"):
-        run_demo(tmp_path, QUICK, 0, Console(quiet=True))
+    said = {demo_run[0]: "another run .size: ", tmp_path: "another run's files .thesis"}
+    for folder, words in said.items():
+        with pytest.raises(ValueError, match=f"holds {words}"):
+            run_demo(folder, STANDARD, 0, Console(quiet=True))
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["thesis.txt"]  # beside the lock
 
 
-@pytest.mark.parametrize(
-    ("options", "size"), [("", STANDARD), ("--quick", QUICK), ("--full", demo.FULL)]
-)
-def test_the_command_names_size_folder_and_seed(
-    options: str, size: DemoSize, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_names_size_folder_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("ospruner.demo.demo.run_demo", lambda *said: asked.extend(said))
-    assert CliRunner().invoke(app, ["demo", *options.split(), "--seed", "3"]).exit_code == 0
-    assert asked[:3] == [Path("runs/demo" + options[1:]), size, 3]
+    monkeypatch.setattr("ospruner.demo.demo.run_demo", lambda *said: asked.append(said[:3]))
+    sizes = {"": STANDARD, "--quick": QUICK, "--full": demo.FULL}
+    for option in sizes:
+        assert CliRunner().invoke(app, ["demo", *option.split(), "--seed", "3"]).exit_code == 0
+    assert asked == [(Path("runs/demo" + one[1:]), size, 3) for one, size in sizes.items()]
 
 
 def test_claims_are_of_the_chosen_rows() -> None:
-    def results(ours: float, problems: int) -> Results:
+    def held(ours: float, problems: int = 1500) -> dict[str, bool]:
         rows = [
             make_result(FULL, 0.7, 200, problems=problems),
             make_result(EVERY_PRICE, 0.7, 150, 1e-4, "price"),
@@ -179,11 +171,8 @@ def test_claims_are_of_the_chosen_rows() -> None:
             make_result("probe", 0.99, 100, 0.9, "threshold"),
             make_result("best fixed budget", 0.6, 100, 120, "tokens", kind="limit"),
         ]
-        return Results(dataset="d", setting="s", frame=frame_of(rows))
-
-    def held(ours: float, problems: int = 1500) -> dict[str, bool]:
-        found = claims(results(ours, problems), None, 0.02)
-        return {one["claim"]: one["holds"] for one in found}
+        results = Results(dataset="d", setting="s", frame=frame_of(rows))
+        return {one["claim"]: one["holds"] for one in claims(results, None, 0.02)}
 
     assert held(0.7) == {
         "thinking tokens fall as their price rises": True,

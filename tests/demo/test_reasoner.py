@@ -1,29 +1,41 @@
-"""The shipped reasoner reasons, and overthinks: the numbers of ospruner/demo/reasoner/README.md.
+"""What ships: the reasoner, whose README's numbers these are, and the policy, of nobody's machine.
 
-`pytest -s -m slow tests/demo/test_reasoner.py` prints them.
+`pytest -s -m slow tests/demo/test_reasoner.py` prints the numbers.
 """
 
+import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ospruner.demo.shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
+from modeling_ospruner import OSPrunerConfig
+from ospruner.demo import POLICY, REASONER
+from ospruner.demo.demo import STANDARD, run_demo
+from ospruner.demo.shipped import FORMAT, MAX_ANSWER_TOKENS, Reasoner, draw_split
 from ospruner.engines.interface import ForkRequest
+from ospruner.eval.metrics import CHOSEN_BY
+from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import Math
+from ospruner.eval.results import Results
+from ospruner.formats import DEEPSEEK_R1
+from ospruner.provenance import read_provenance
 
-GATES = {
-    "accuracy of the full trace (forced answer)": (0.60, 0.90),
-    "forced minus natural accuracy": (-0.015, 0.015),
-    "accuracy without thinking": (0.0, 0.15),
-    "never right at any step": (0.05, 0.30),
-    "wrong answers repaired per right one broken by rechecks": (1.0 + 1e-9, np.inf),
-    "first right answer, share of the length": (0.30, 0.60),
-    "paragraphs a trace": (8.0, 30.0),
-    "traces that finish": (0.99, 1.0),
-}
+from ..chats import chat_batch
+
+
+@pytest.fixture(scope="module")
+def recipe(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """The script docs/examples/reasoner/ship_policy.py."""
+    return load_script("docs/examples/reasoner/ship_policy.py")
 
 
 @pytest.mark.slow
@@ -36,12 +48,9 @@ def test_it_meets_every_gate(
     problems = {one.id: one for one in draw_split("validation", 1000, 1)}
     rows = reasoner.label([*problems.values()], tmp_path / "labels", 1).to_list()
     unthinking, first, fixed = [], [], {(0, 1): 0, (1, 0): 0}
-    forks = reasoner.engine.fork(
-        [ForkRequest(row["prompt_ids"], row["trace_ids"], [0]) for row in rows],
-        fmt.forced_suffix("forced"),
-        MAX_ANSWER_TOKENS,
-        fmt.box_state,
-    )
+    asked = [ForkRequest(row["prompt_ids"], row["trace_ids"], [0]) for row in rows]
+    how = (fmt.forced_suffix("forced"), MAX_ANSWER_TOKENS, fmt.box_state)
+    forks = reasoner.engine.fork(asked, *how)
     for row, (answer,) in zip(rows, forks, strict=True):
         read = task.read_forced(str(reasoner.tokenizer.decode(answer.ids)))
         unthinking.append(task.grade(read, problems[row["problem_id"]]) or 0.0)
@@ -55,16 +64,80 @@ def test_it_meets_every_gate(
             fixed[change] += 1
     full = np.mean([row["forced_correct"][-1] == 1 for row in rows])
     natural = np.mean([row["natural_correct"] == 1 for row in rows])
-    found = [
-        full,
-        full - natural,
-        np.mean(unthinking),
-        np.mean([1 not in row["forced_correct"] for row in rows]),
-        fixed[0, 1] / max(fixed[1, 0], 1),
-        np.mean(first),
-        np.mean([len(row["step_ends"]) for row in rows]),
-        np.mean([row["ended"] == "natural" for row in rows]),
-    ]
-    for (name, (low, high)), value in zip(GATES.items(), found, strict=True):
+    never = np.mean([1 not in row["forced_correct"] for row in rows])
+    repaired = fixed[0, 1] / max(fixed[1, 0], 1)
+    paragraphs = np.mean([len(row["step_ends"]) for row in rows])
+    finished = np.mean([row["ended"] == "natural" for row in rows])
+    for name, value, low, high in (
+        ("accuracy of the full trace (forced answer)", full, 0.60, 0.90),
+        ("forced minus natural accuracy", full - natural, -0.015, 0.015),
+        ("accuracy without thinking", np.mean(unthinking), 0.0, 0.15),
+        ("never right at any step", never, 0.05, 0.30),
+        ("wrong answers repaired per right one broken by rechecks", repaired, 1.0 + 1e-9, np.inf),
+        ("first right answer, share of the length", np.mean(first), 0.30, 0.60),
+        ("paragraphs a trace", paragraphs, 8.0, 30.0),
+        ("traces that finish", finished, 0.99, 1.0),
+    ):
         print(f"{name:60}{value:8.3f}  {low:.3g} to {high:.3g}")
         assert low <= value <= high, name
+
+
+def test_it_is_small_and_of_nobodys_machine(recipe: ModuleType) -> None:
+    sizes = {path.name: path.stat().st_size for path in POLICY.iterdir()}
+    assert set(sizes) == {*recipe.FILES, "README.md", "provenance.json"}
+    assert sum(sizes.values()) < 3_000_000
+    said = json.loads((POLICY / "config.json").read_text())
+    assert said["base_model_name_or_path"] == "../reasoner"
+    assert "auto_map" not in said
+    for name in ("config.json", "results.json", "provenance.json"):
+        assert not re.search(r"\"/|/tmp/|/home/", (POLICY / name).read_text()), name
+    config = OSPrunerConfig.from_pretrained(POLICY)
+    assert config.base_model_name_or_path == str(REASONER)
+    # Labels of `ospruner label` on the reasoner go with it.
+    assert config.reasoning_format == FORMAT.to_dict()
+    details = read_provenance(POLICY).details
+    assert details["price_chosen_by"] == CHOSEN_BY
+    assert "warning" not in details
+    card = " ".join((POLICY / "README.md").read_text().split())
+    assert f"default is {config.price:.3g}, of the {CHOSEN_BY}" in card
+
+
+def test_it_stops_visibly_in_seconds() -> None:
+    """As README's first program: transformers alone, the base comes with the policy."""
+    tokenizer = AutoTokenizer.from_pretrained(POLICY, trust_remote_code=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(POLICY, trust_remote_code=True)
+    asked = [user_message(problem, DEEPSEEK_R1) for problem in draw_split("test", 12, 5)]
+    inputs, thought = chat_batch(tokenizer, asked), []
+    for threshold in (1.0, 0.5):  # never, and as README has it
+        settings = {"threshold": threshold}
+        model.generate(**inputs, do_sample=False, max_new_tokens=800, stop_policy=settings)
+        thought.append(sum(record.thinking_tokens for record in model.last_stop))
+    assert thought[1] < 0.75 * thought[0]
+    results = Results.read(POLICY / "results.json")
+    chosen = results.rules.loc[results.chosen]
+    assert chosen["parameter"] == model.config.price
+    assert chosen["reduction"] > 0.25
+    assert chosen["aes"] > 0.2
+
+
+@pytest.mark.slow
+def test_its_recipe_makes_it_again(recipe: ModuleType, tmp_path: Path) -> None:
+    """Threads and processors add in other orders: it is of the same kind, not of the same bits."""
+    run_demo(tmp_path, STANDARD, 0, Console(file=io.StringIO()))
+    made = recipe.ship(tmp_path)
+    assert {path.name for path in made.iterdir()} == {*recipe.FILES, "provenance.json"}
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        assert (made / name).read_bytes() == (POLICY / name).read_bytes()
+
+    def told(folder: Path) -> tuple[Any, ...]:
+        config = json.loads((folder / "config.json").read_text()) | {"price": 0}
+        tensors, record = load_file(folder / "model.safetensors"), read_provenance(folder)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return config, shapes, record.details["settings"], record.seed
+
+    assert told(made) == told(POLICY)
+    ours, theirs = (
+        Results.read(one / "results.json").rules.groupby("chosen")["aes"].max()[True]
+        for one in (made, POLICY)
+    )
+    assert abs(ours - theirs) < 0.1

@@ -24,6 +24,7 @@ from ospruner.provenance import provenance
 from ospruner.train.untrained import untrained
 
 from ..made_results import make_result
+from ..own_process import output_of
 from .local_hub import TOKEN, LocalHub, Repo
 
 WITHOUT_PACKAGE = """
@@ -91,27 +92,22 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
     with torch.no_grad():
         model.policy.head.weight.copy_(torch.randn(128, generator=generator)[None] * 0.1)
     model.save_pretrained(folder)
-    provenance(
-        folder,
-        seed=0,
-        base_model=str(REASONER),
-        data_hash="00ff",
-        details={"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}},
-    )
+    details = {"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}}
+    made: dict[str, Any] = {"base_model": str(REASONER), "data_hash": "00ff", "details": details}
+    provenance(folder, seed=0, **made)
     RESULTS.save(folder / "results.json")
     (folder / "pareto.png").write_bytes(b"\x89PNG\r\n\x1a\n picture")
     return folder
 
 
+ROWS = [
+    make_result("full trace", 0.72, 205),
+    make_result("OS-Pruner", 0.712, 107, 5e-5, "price", chosen=True),
+]
 RESULTS = Results(
     dataset="embedded reasoner, test",
     setting="made up",
-    frame=frame_of(
-        [
-            make_result("full trace", 0.72, 205),
-            make_result("OS-Pruner", 0.712, 107, 5e-5, "price", chosen=True),
-        ]
-    ),
+    frame=frame_of(ROWS),
     about={"labels": f"{REASONER}/labels"},
 )
 
@@ -150,19 +146,10 @@ def stranger(hub: LocalHub, tmp_path: Path) -> Stranger:
 
     def use(code: str, *arguments: str) -> None:
         packages = sysconfig.get_paths()["purelib"]
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE + code, packages, *arguments],
-            env={
-                **{"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url},
-                **{"HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"},
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Do you wish to run the custom code?" not in done.stdout, "the code asks"
+        command = [sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE + code, packages, *arguments]
+        env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url}
+        env |= {"HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        printed = output_of(*command, env=env, stdin=subprocess.DEVNULL, timeout=900)
+        assert "Do you wish to run the custom code?" not in printed, "the code asks"
 
     return use

@@ -53,15 +53,10 @@ class File:
 
     def entry(self, path: str) -> dict[str, object]:
         """The file as /tree and /paths-info list it."""
-        entry: dict[str, object] = {
-            "type": "file",
-            "path": path,
-            "size": len(self.content),
-            "oid": self.git_oid,
-        }
-        if self.lfs:
-            entry["lfs"] = {"oid": self.sha256, "size": len(self.content), "pointerSize": 134}
-        return entry
+        size = len(self.content)
+        entry: dict[str, object] = {"type": "file", "path": path, "size": size, "oid": self.git_oid}
+        lfs = {"oid": self.sha256, "size": size, "pointerSize": 134}
+        return entry | ({"lfs": lfs} if self.lfs else {})
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class Commit:
     """A state of a repository."""
 
     oid: str
-    title: str
     files: Mapping[str, File]
 
 
@@ -84,15 +78,13 @@ class Repo:
     lfs: dict[str, bytes] = field(default_factory=dict)  # uploaded, by sha256
 
     def __post_init__(self) -> None:
-        self.commit(
-            "initial commit", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)}
-        )
+        self.commit({".gitattributes": File(b"*.safetensors filter=lfs\n", False)})
 
-    def commit(self, title: str, files: Mapping[str, File]) -> Commit:
+    def commit(self, files: Mapping[str, File]) -> Commit:
         parent = self.head.oid if self.commits else ""
         names = [f"{path} {files[path].etag}" for path in sorted(files)]
-        oid = hashlib.sha1("\n".join([self.id, parent, title, *names]).encode()).hexdigest()
-        self.commits[oid] = Commit(oid, title, dict(files))
+        oid = hashlib.sha1("\n".join([self.id, parent, *names]).encode()).hexdigest()
+        self.commits[oid] = Commit(oid, dict(files))
         return self.head
 
     @property
@@ -122,7 +114,7 @@ class LocalHub(ServedApp):
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
-        self._cuts: list[tuple[str, str, bool]] = []  # as `cut` takes them
+        self.cuts: list[tuple[str, str, bool]] = []  # as `cut` takes them
         super().__init__(_application(self))
 
     def add(self, kind: str, repo_id: str, folder: Path) -> Repo:
@@ -133,7 +125,7 @@ class LocalHub(ServedApp):
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
-        repo.commit("add files", {**repo.head.files, **files})
+        repo.commit({**repo.head.files, **files})
         return repo
 
     def cut(self, method: str, path: str, answer: bool = False, times: int = 1) -> None:
@@ -141,16 +133,13 @@ class LocalHub(ServedApp):
 
         The request itself is lost; or, where `answer` is said, the answer to it.
         """
-        self._cuts += [(method, path, answer)] * times
-
-    def stop_cutting(self) -> None:
-        self._cuts.clear()
+        self.cuts += [(method, path, answer)] * times
 
     def take_cut(self, method: str, path: str) -> bool | None:
         """Whether the answer to a request is lost, or the request; None where neither is."""
-        for cut in self._cuts:
+        for cut in self.cuts:
             if cut[0] == method and re.search(cut[1], path):
-                self._cuts.remove(cut)
+                self.cuts.remove(cut)
                 return cut[2]
         return None
 
@@ -161,7 +150,7 @@ class LocalHub(ServedApp):
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         repo = self.repos.get((kind, repo_id))
         if repo is None or (repo.private and token != TOKEN):
-            raise refusal(404 if token == TOKEN else 401, "RepoNotFound", "Repository not found")
+            raise refusal(404 if token == TOKEN else 401, "RepoNotFound")
         return repo
 
     def commit(self, request: Request, revision: str, kind: str = "") -> Commit:
@@ -169,7 +158,7 @@ class LocalHub(ServedApp):
         repo = self.find(request, kind)
         commit = repo.head if revision == "main" else repo.commits.get(revision)
         if commit is None:
-            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise refusal(404, "RevisionNotFound")
         return commit
 
 
@@ -226,23 +215,20 @@ def _add_commits(app: FastAPI, hub: LocalHub) -> None:
     async def preupload(revision: str, request: Request) -> Any:
         commit = hub.commit(request, revision)
         answers = []
-        for file in (await request.json())["files"]:
-            present = commit.files.get(file["path"])
-            lfs = file["path"].endswith(LFS_SUFFIXES)
-            answer = {"path": file["path"], "uploadMode": "lfs" if lfs else "regular"}
-            oid = present.etag if present else None
-            answers.append(answer | {"shouldIgnore": False, "oid": oid})
+        for path in (file["path"] for file in (await request.json())["files"]):
+            present = commit.files.get(path)
+            mode = "lfs" if path.endswith(LFS_SUFFIXES) else "regular"
+            answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            answers.append(answer | {"oid": present.etag if present else None})
         return {"files": answers}
 
     @app.post("/api/{kinds}/{org}/{name}/commit/{revision}")
     async def commit(revision: str, request: Request) -> Any:
         repo, parent = hub.find(request), hub.commit(request, revision)
-        files, title = dict(parent.files), ""
-        for line in (await request.body()).splitlines():
-            entry = json.loads(line)
+        files = dict(parent.files)
+        for entry in map(json.loads, (await request.body()).splitlines()):
             value = entry["value"]
             if entry["key"] == "header":
-                title = value["summary"]
                 if value.get("parentCommit", parent.oid) != parent.oid:
                     raise refusal(412, "", "A commit has happened since. Please refresh")
             elif entry["key"] == "file":
@@ -255,7 +241,7 @@ def _add_commits(app: FastAPI, hub: LocalHub) -> None:
                 del files[value["path"]]
             else:
                 raise refusal(400, "", f"unknown key {entry['key']!r}")
-        made = repo.commit(title, files)
+        made = repo.commit(files)
         return {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
 
 
@@ -267,37 +253,19 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
 
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}")
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}/{folder:path}")
-    async def tree(
-        revision: str, request: Request, folder: str = "", recursive: bool = False
-    ) -> Any:
-        entries = _below(hub.commit(request, revision), folder, recursive)
-        if folder and not entries:
-            raise refusal(404, "EntryNotFound", f"{folder} does not exist on {revision}")
+    async def tree(revision: str, request: Request, folder: str = "") -> Any:
+        """All files below a folder: nobody asks for folders."""
+        files = sorted(hub.commit(request, revision).files.items())
+        entries = [file.entry(path) for path, file in files if path.startswith(folder)]
+        if not entries:
+            raise refusal(404, "EntryNotFound")
         return entries
 
     @app.post("/api/{kinds}/{org}/{name}/paths-info/{revision}")
     async def paths_info(revision: str, request: Request) -> Any:
-        commit = hub.commit(request, revision)
+        files = hub.commit(request, revision).files
         asked = parse_qs((await request.body()).decode())["paths"]
-        everything = {str(entry["path"]): entry for entry in _below(commit, "", True)}
-        return [everything[path] for path in asked if path in everything]
-
-
-def _below(commit: Commit, folder: str, recursive: bool) -> list[dict[str, object]]:
-    """The entries of a folder, as /tree lists them."""
-    prefix = f"{folder}/" if folder else ""
-    entries: dict[str, dict[str, object]] = {}
-    for path, file in sorted(commit.files.items()):
-        if not path.startswith(prefix):
-            continue
-        parents = path.removeprefix(prefix).split("/")[:-1]
-        for depth in range(len(parents) if recursive else min(len(parents), 1)):
-            parent = prefix + "/".join(parents[: depth + 1])
-            oid = hashlib.sha1(parent.encode()).hexdigest()
-            entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": oid}
-        if recursive or not parents:
-            entries[path] = file.entry(path)
-    return list(entries.values())
+        return [files[path].entry(path) for path in asked if path in files]
 
 
 def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
@@ -325,8 +293,7 @@ def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
         commit = hub.commit(request, revision, kind)
         file = commit.files.get(path)
         if file is None:
-            found = {"X-Repo-Commit": commit.oid}
-            raise refusal(404, "EntryNotFound", f"{path} does not exist", **found)
+            raise refusal(404, "EntryNotFound", **{"X-Repo-Commit": commit.oid})
         headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit.oid}
         headers["Content-Length"] = str(len(file.content))
         return Response(None if request.method == "HEAD" else file.content, headers=headers)

@@ -5,15 +5,13 @@ be needed, so that a page cannot drift from what is run here.
 """
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ospruner.demo.problems import Split
-from ospruner.demo.shipped import draw_split
+from ospruner.demo.shipped import write_split
 
 from ..pages import blocks, commands
 from .conftest import Run, Stranger
@@ -45,16 +43,11 @@ def adapted(lines: list[str], changes: dict[str, str]) -> Iterator[str]:
         yield line
 
 
-def write_problems(name: str, split: Split, count: int) -> None:
-    lines = [json.dumps(vars(problem)) for problem in draw_split(split, count, 3)]
-    Path(name).write_text("\n".join(lines))
-
-
 def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) -> None:
     """From problems to the Hub, and from there into a fresh process."""
     page = repo_dir / "docs" / "own-model.md"
-    write_problems("train.jsonl", "train", 40)
-    write_problems("test.jsonl", "test", 8)
+    write_split(Path(), "train", 40, 3)
+    write_split(Path(), "test", 8, 3)
     lines = commands(page)
     # Its processes know no local Hub: tests/train/test_rounds.py runs it.
     assert lines.pop(0).startswith(f"ospruner make {BASE} --dataset deepscaler --max-loss 0.02 ")

@@ -40,11 +40,9 @@ open(result, "w").write(json.dumps(out))
 
 def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
     """A finished label folder, as a run on the local embedded reasoner leaves it."""
-    how = LabelSettings(
-        base_model=str(REASONER), reasoning_format=DEEPSEEK_R1.to_dict(), **settings
-    )
+    settings |= {"base_model": str(REASONER), "reasoning_format": DEEPSEEK_R1.to_dict()}
     source = {"dataset": str(folder / "problems.jsonl")}
-    with LabelStore(folder, how, source=source) as labels:
+    with LabelStore(folder, LabelSettings(**settings), source=source) as labels:
         labels.commit(Chunk([label_row(problem) for problem in problems]))
         labels.finish()
     provenance(folder, seed=0, base_model=str(REASONER))
@@ -79,14 +77,10 @@ def test_both_configurations_load_elsewhere(
     assert not send(staged, told.repo, False, api).changed
     repo = hub.repos["dataset", "org/labels"]
     assert len(repo.commits) == 2
+    own = ("manifest.json", "data/train-00000.parquet", "prefixes/train-00000.parquet")
     assert set(repo.head.files) == {
         *(".gitattributes", "README.md", "provenance.json"),
-        *(f"{split}/manifest.json" for split in ("train", "test")),
-        *(
-            f"{split}/{kind}/train-00000.parquet"
-            for kind in ("data", "prefixes")
-            for split in ("train", "test")
-        ),
+        *(f"{split}/{file}" for split in ("train", "test") for file in own),
     }
     assert set(staged.left_out) >= {"notes.txt", "train/secret.env", "train/.lock"}
     for name, file in repo.head.files.items():
@@ -95,26 +89,24 @@ def test_both_configurations_load_elsewhere(
     for split, problems in (("train", ["a", "b"]), ("test", ["c"])):
         back = load_labels(staged.path / split)  # with every hash compared
         assert [row["problem_id"] for row in back.traces] == problems
-        settings = back.settings
-        assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
+        assert back.settings.base_model == "org/base"
+        assert back.settings.base_revision == base_repo.head.oid
 
     card = DatasetCard.load(staged.path / "README.md")
     data = card.data.to_dict()
     assert data["license"] == "mit"
     assert [config["config_name"] for config in data["configs"]] == ["default", "prefixes"]
-    assert data["configs"][1]["data_files"][1] == {
-        "split": "test",
-        "path": ["test/prefixes/train-00000.parquet"],
-    }
+    path = ["test/prefixes/train-00000.parquet"]
+    assert data["configs"][1]["data_files"][1] == {"split": "test", "path": path}
     for name, (_, what) in [*COLUMNS.items(), *PREFIX_COLUMNS.items()]:
         assert f"| `{name}` | `" in card.text
         assert what in card.text
-    assert "| `trace_ids` | `List(Value('int32'))` |" in card.text
-    assert "| train | 2 | 2 | 6 | 0 | 0 | 0 |" in card.text
-    assert "Sums, MIT." in card.text
-    assert "| dataset | problems.jsonl |" in card.text
-    assert "temperature 0.6" in card.text
-    assert DEEPSEEK_R1.user_instruction in card.text
+    for said in (
+        *("| `trace_ids` | `List(Value('int32'))` |", "| train | 2 | 2 | 6 | 0 | 0 | 0 |"),
+        *("Sums, MIT.", "| dataset | problems.jsonl |", "temperature 0.6"),
+        DEEPSEEK_R1.user_instruction,
+    ):
+        assert said in card.text, said
 
     result = tmp_path / "result.json"
     stranger(LOAD, "org/labels", str(result))

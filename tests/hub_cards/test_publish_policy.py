@@ -1,7 +1,11 @@
-"""Publishing a policy: exactly its files, in one commit, or nothing."""
+"""Publishing a policy: exactly its files, in one commit, or nothing; what was changed is named.
+
+In other hands, its card alone is enough: fresh processes, empty caches, our package not importable.
+"""
 
 import json
 import logging
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,21 +14,30 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.demo import REASONER
 from ospruner.eval.results import Results
-from ospruner.hub_cards.publish import Release, publish, send
+from ospruner.hub_cards.publish import publish, send
 from ospruner.hub_cards.staging import Published, code_files
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.provenance import read_provenance
 
-from .conftest import Publisher
-from .local_hub import TOKEN, LocalHub
+from ..conftest import Fuzzed
+from .conftest import Publisher, Run, Stranger
+from .local_hub import TOKEN, File, LocalHub, Repo
 
 
 @pytest.fixture
 def run_dir(policy_dir: Path, tmp_path: Path) -> Path:
     """A run's folder of one's own."""
     return Path(shutil.copytree(policy_dir, tmp_path / "run" / "policy"))
+
+
+def raise_bias(folder: Path, tensor: str = "policy.head.bias") -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[tensor] += 1
+    save_file(weights, folder / "model.safetensors")
 
 
 def test_one_commit_holds_exactly_the_policy(
@@ -49,15 +62,13 @@ def test_one_commit_holds_exactly_the_policy(
         *(tokenizer | set(code_files())),
     }
     for name, file in repo.head.files.items():
-        assert b"swordfish" not in file.content, name
-        assert str(run_dir.parent).encode() not in file.content, name
-        assert str(REASONER).encode() not in file.content, name
-        assert TOKEN.encode() not in file.content, name
+        for own in ("swordfish", str(run_dir.parent), str(REASONER), TOKEN):
+            assert own.encode() not in file.content, name
         if name != ".gitattributes":
             assert file.content == (staged.path / name).read_bytes(), name
     config = json.loads(repo.head.files["config.json"].content)
-    assert config["base_model_name_or_path"] == "org/base"
-    assert config["base_revision"] == publisher.base.head.oid
+    pinned = (config["base_model_name_or_path"], config["base_revision"])
+    assert pinned == ("org/base", publisher.base.head.oid)
 
 
 def test_record_and_card_are_those_of_the_repository(publisher: Publisher, run_dir: Path) -> None:
@@ -71,26 +82,24 @@ def test_record_and_card_are_those_of_the_repository(publisher: Publisher, run_d
     assert record.created_utc == read_provenance(run_dir).created_utc, "made when it was trained"
     card = ModelCard.load(staged.path / "README.md")
     data = card.data.to_dict()
-    assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
+    assert (data["base_model"], data["datasets"]) == ("org/base", ["org/labels"])
     assert data["license"] == "apache-2.0", "the base's own"
-    assert data["datasets"] == ["org/labels"]
     (entry,) = data["model-index"]
-    assert entry["name"] == "carded"
-    (metrics,) = [one["metrics"] for one in entry["results"]]
-    assert [(m["type"], m["value"]) for m in metrics[:2]] == [
-        ("accuracy", 71.2),
-        ("thinking_tokens", 107.0),
-    ]
-    assert metrics[0]["name"] == "Pass@1, % (made up)"
-    assert metrics[0]["args"]["interval_95_by_problem"] == [69.2, 73.2]
-    assert entry["results"][0]["dataset"]["type"] == "embedded-reasoner-test"
-    assert '"org/carded"' in card.text
-    assert "| **OS-Pruner price=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |" in card.text
+    (result,) = entry["results"]
+    accuracy, tokens, *_ = result["metrics"]
+    assert (entry["name"], result["dataset"]["type"]) == ("carded", "embedded-reasoner-test")
+    assert (tokens["type"], tokens["value"]) == ("thinking_tokens", 107.0)
+    assert (accuracy["type"], accuracy["value"]) == ("accuracy", 71.2)
+    assert accuracy["name"] == "Pass@1, % (made up)"
+    assert accuracy["args"]["interval_95_by_problem"] == [69.2, 73.2]
+    for said in (
+        *('"org/carded"', "](pareto.png)", "| settings: learning rate | 1e-05 |"),
+        "| **OS-Pruner price=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |",
+    ):
+        assert said in card.text
     published = Results.read(staged.path / "results.json")
     assert published.about == {"labels": "labels"}, "no folder of this machine"
     assert published.frame.equals(Results.read(run_dir / "results.json").frame)
-    assert "](pareto.png)" in card.text
-    assert "| settings: learning rate | 1e-05 |" in card.text
 
 
 def test_a_new_version_replaces_ours_and_leaves_theirs(
@@ -99,23 +108,17 @@ def test_a_new_version_replaces_ours_and_leaves_theirs(
     first, again = (publisher.publish(run_dir, "org/newer") for _ in range(2))
     assert (first.changed, again.changed) == (True, False)
     assert again.commit == first.commit
-    assert len(hub.repos["model", "org/newer"].commits) == 2
-    publisher.api.upload_file(
-        path_or_fileobj=b"seen", path_in_repo="reviews.txt", repo_id="org/newer"
-    )
-    (run_dir / "pareto.png").unlink()
-    weights = load_file(run_dir / "model.safetensors")
-    weights["policy.head.bias"] += 1
-    save_file(weights, run_dir / "model.safetensors")
-    before = len(hub.repos["model", "org/newer"].commits)
-    assert publisher.publish(run_dir, "org/newer").changed
     repo = hub.repos["model", "org/newer"]
-    assert len(repo.commits) == before + 1
-    assert "pareto.png" not in repo.head.files
-    assert repo.head.files["reviews.txt"].content == b"seen"
-    assert (
-        repo.head.files["model.safetensors"].content == (run_dir / "model.safetensors").read_bytes()
-    )
+    assert len(repo.commits) == 2
+    repo.commit({**repo.head.files, "reviews.txt": File(b"seen", False)})
+    (run_dir / "pareto.png").unlink()
+    raise_bias(run_dir)
+    assert publisher.publish(run_dir, "org/newer").changed
+    assert len(repo.commits) == 4
+    files = repo.head.files
+    assert "pareto.png" not in files
+    assert files["reviews.txt"].content == b"seen"
+    assert files["model.safetensors"].content == (run_dir / "model.safetensors").read_bytes()
 
 
 def test_a_broken_upload_is_retried_or_leaves_no_trace(
@@ -132,10 +135,10 @@ def test_a_broken_upload_is_retried_or_leaves_no_trace(
         send_it()
     repo = hub.repos["model", "org/torn"]
     assert list(repo.head.files) == [".gitattributes"]
-    hub.stop_cutting()
+    hub.cuts.clear()
     hub.cut("PUT", "org/torn/lfs")
     hub.cut("POST", "org/torn/commit")
-    with pytest.raises(ConnectionError, match="it went up whole or not at all; run the same"):
+    with pytest.raises(ConnectionError, match="run the same command again"):
         send_it()
     assert len(repo.commits) == 1
     hub.cut("POST", "org/torn/commit", answer=True)
@@ -145,30 +148,25 @@ def test_a_broken_upload_is_retried_or_leaves_no_trace(
     assert not send_it().changed
 
 
-def test_private_stays_private(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
+def test_private_stays_private_and_a_strangers_repository_his(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
     publisher.publish(run_dir, "org/hidden", private=True)
     assert hub.repos["model", "org/hidden"].private
     publisher.publish(run_dir, "org/open")
     with pytest.raises(ValueError, match="repo='org/open' exists and is public"):
         publisher.publish(run_dir, "org/open", private=True)
-
-
-def test_a_strangers_repository_is_not_overwritten(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
-    before = len(hub.repos["model", "org/base"].commits)
+    before = publisher.base.head
     with pytest.raises(ValueError, match="org/base' holds files that ospruner did not publish"):
         publisher.publish(run_dir, "org/base")
-    assert len(hub.repos["model", "org/base"].commits) == before
+    assert publisher.base.head is before
 
 
 def test_a_base_that_is_not_pinned_is_refused(
     publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(REASONER, tmp_path / "other"))
-    weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    save_file(weights, other / "model.safetensors")
+    raise_bias(other, "model.norm.weight")
     hub.add("model", "org/other", other)
     (other / "model.safetensors").unlink()
     hub.add("model", "org/empty", other)
@@ -185,9 +183,7 @@ def test_a_base_that_is_not_pinned_is_refused(
     assert ("model", "org/unpinned") not in hub.repos
 
 
-def test_a_branch_is_resolved_to_its_commit(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
+def test_a_branch_is_resolved_to_its_commit(publisher: Publisher, run_dir: Path) -> None:
     staged = publisher.stage(run_dir, "org/x", base_revision="main")
     config = json.loads((staged.path / "config.json").read_text())
     assert config["base_revision"] == publisher.base.head.oid
@@ -232,48 +228,28 @@ def test_an_access_token_is_never_told(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    config = json.loads((run_dir / "tokenizer_config.json").read_text())
-    config["note"] = f"made with {TOKEN}"
-    (run_dir / "tokenizer_config.json").write_text(json.dumps(config))
-    with (
-        caplog.at_level(logging.DEBUG),
-        pytest.raises(ValueError, match="tokenizer_config.json holds what looks like an access"),
-    ):
+    file = run_dir / "tokenizer_config.json"
+    config = file.read_text()
+    file.write_text(json.dumps(json.loads(config) | {"note": f"made with {TOKEN}"}))
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ValueError, match="tokenizer_config.json holds what looks like an access"):
         publisher.stage(run_dir, "org/told")
-    del config["note"]
-    (run_dir / "tokenizer_config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.DEBUG):
-        publisher.publish(run_dir, "org/told")
+    file.write_text(config)
+    publisher.publish(run_dir, "org/told")
     printed = capfd.readouterr()
     for text in (caplog.text, printed.out, printed.err):
         assert TOKEN not in text
 
 
-@pytest.mark.parametrize("repo", ["name-alone", "a/b/c", "org/bad name", "org/..bad"])
-def test_bad_names_are_refused(repo: str) -> None:
-    with pytest.raises(ValueError, match=f"repo='{repo}' (cannot be|must name)"):
-        Release(repo)
-
-
 def test_staging_writes_into_empty_folders_and_over_a_dry_run(
     publisher: Publisher, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "staged-1").mkdir()
-    (tmp_path / "staged-1" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="staged-1' is not empty"):
-        publisher.stage(run_dir, "org/x")
-    assert (tmp_path / "staged-1" / "mine.txt").exists()
-
     monkeypatch.chdir(tmp_path)  # and nobody is asked: there is no Hub in this process
-    release: dict[str, Any] = {
-        "base": "org/base",
-        "base_revision": publisher.base.head.oid,
-        "dry_run": True,
-    }
+    release: dict[str, Any] = {"base": "org/base", "dry_run": True}
+    release["base_revision"] = publisher.base.head.oid
     for _ in range(2):
         done = publish(run_dir, "org/x", **release)
-        assert (done.commit, done.changed) == (None, False)
-        assert done.path == Path("runs/publish/x")
+        assert (done.commit, done.changed, done.path) == (None, False, Path("runs/publish/x"))
     assert all(check.ok for check in verify_folder(done.path, publisher.load))
     assert any("licence" in remark for remark in done.remarks)
     local = publish(run_dir, "org/local", dry_run=True)  # a base that is not on the Hub yet
@@ -283,6 +259,7 @@ def test_staging_writes_into_empty_folders_and_over_a_dry_run(
     (done.path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="publish/x' is not empty"):
         publish(run_dir, "org/x", **release)
+    assert (done.path / "mine.txt").exists()
     with pytest.raises(ValueError, match="must be a commit's hash"):
         publish(run_dir, "org/y", **release | {"base_revision": "main"})
 
@@ -300,9 +277,7 @@ def test_verification_finds_each_change(publisher: Publisher, run_dir: Path) -> 
     (folder / "extra.py").unlink()
 
     whole = (folder / "model.safetensors").read_bytes()
-    weights = load_file(folder / "model.safetensors")
-    weights["policy.head.bias"] += 1
-    save_file(weights, folder / "model.safetensors")
+    raise_bias(folder)
     found = failing()
     assert set(found) == {"files", "weights"}
     assert found["files"] == "model.safetensors was changed"
@@ -317,3 +292,123 @@ def test_verification_finds_each_change(publisher: Publisher, run_dir: Path) -> 
         assert set(failing()) >= {"files", "base"}
     with pytest.raises(ValueError, match="provenance.json names no files, so that"):
         verify_folder(run_dir, publisher.load)
+
+
+NOT_VERIFIED = "README.md"  # the owner may edit the card on the Hub
+RECORD = "provenance.json"  # holds the others' hashes: it cannot vouch for its own bytes
+ADDED = ("extra.py", "modeling_extra_ospruner.py", "pytorch_model.bin", "weights/x.pkl", ".hidden")
+
+
+@pytest.mark.parametrize("flips", [1, pytest.param(40, marks=pytest.mark.slow)])
+def test_each_file_that_was_tampered_with_is_named(
+    flips: int, publisher: Publisher, policy_dir: Path, fuzzed: Fuzzed
+) -> None:
+    folder = publisher.stage(policy_dir, "org/tampered").path
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    names = [str(file.relative_to(folder)) for file in files if file.name != NOT_VERIFIED]
+    drawn = random.Random(0)
+    missed: dict[str, list[str]] = {}
+
+    def look(name: str, what: str) -> None:
+        try:
+            bad = [check.detail for check in verify_folder(folder, refuse) if not check.ok]
+        except ValueError as error:
+            bad = [str(error)]
+        named = any(Path(name).name in detail for detail in bad)
+        missed[f"{name} {what}"] = [] if named else ["not named", *bad]
+
+    def refuse(path: Path) -> OSPrunerForCausalLM:
+        """The weights are looked at by their hash here: loading takes seconds a case."""
+        raise ValueError("not loaded")
+
+    assert all(check.ok for check in verify_folder(folder, publisher.load))
+    for name in names:
+        file, content = folder / name, (folder / name).read_bytes()
+        for _ in range(flips if name != RECORD else 0):
+            at = drawn.randrange(8 * len(content))
+            flipped = bytearray(content)
+            flipped[at // 8] ^= 1 << at % 8
+            file.write_bytes(flipped)
+            look(name, f"bit {at} flipped")
+        for what, other in (("emptied", b""), ("cut", content[:-1]), ("longer", content + b"\n")):
+            if name != RECORD or what == "emptied":
+                file.write_bytes(other)
+                look(name, what)
+        file.unlink()
+        look(name, "removed")
+        file.write_bytes(content)
+    for name in ADDED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"import os\n")
+        look(name, "added")
+        (folder / name).unlink()
+    assert all(check.ok for check in verify_folder(folder, publisher.load))
+    fuzzed("published policy tampered with", cases=len(missed))
+    assert {case: found for case, found in missed.items() if found} == {}
+
+
+USE = """
+import json, re, sys, torch
+from huggingface_hub import ModelCard, hf_hub_download
+from transformers import AutoModel, AutoModelForCausalLM
+repo, result = sys.argv[1:]
+torch.manual_seed(0)
+shown = {}
+for block in re.findall(r"```python\\n(.*?)```", ModelCard.load(repo).text, re.DOTALL):
+    exec(block.replace("max_new_tokens=4096", "max_new_tokens=300"), shown)
+probes = json.load(open(hf_hub_download(repo, "probes.json")))["probes"]
+out = {"stop": shown["model"].last_stop[0].reason, "base_stop": shown["base"].last_stop[0].reason}
+for auto in (AutoModel, AutoModelForCausalLM):
+    model = auto.from_pretrained(repo, trust_remote_code=True)
+    assert "transformers_modules" in type(model).__module__, type(model).__module__
+    ends = [model.token_format.step_ends(one["trace_ids"]) for one in probes]
+    out[auto.__name__] = [len(one) for one in ends]
+model.save_pretrained(f"{result}-again")
+assert "modeling_ospruner" not in sys.modules
+open(result, "w").write(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def published(hub: LocalHub, base_repo: Repo, policy_dir: Path, run: Run) -> Repo:
+    """`org/shared`, published by the command."""
+    revision = f"--base-revision {base_repo.head.oid}"
+    said = run(f"ospruner publish {policy_dir} org/shared --base org/base {revision}")
+    assert "model.safetensors" in said
+    assert f"Published {hub.url}/org/shared at commit" in said
+    return hub.repos["model", "org/shared"]
+
+
+def test_a_stranger_uses_it_by_its_card(
+    hub: LocalHub, published: Repo, stranger: Stranger, tmp_path: Path
+) -> None:
+    """Both Auto classes, generate and custom_generate, on the base's commit that is pinned."""
+    later = dict(hub.repos["model", "org/base"].head.files)
+    later["model.safetensors"] = File(b"the base's branch has moved on", True)
+    hub.repos["model", "org/base"].commit(later)
+    result = tmp_path / "result.json"
+    stranger(USE, "org/shared", str(result))
+    found = json.loads(result.read_text())
+    again = {path.name for path in (tmp_path / "result.json-again").iterdir()}
+    assert again >= {*FLAT_FILES, "model.safetensors"}, "saved by the repository's own code"
+    stored = json.loads(published.head.files["probes.json"].content)["probes"]
+    for auto in ("AutoModel", "AutoModelForCausalLM"):
+        assert found[auto] == [len(one["stop_probabilities"]) for one in stored]
+    assert {found["stop"], found["base_stop"]} <= {"policy", "natural"}
+
+
+def test_verify_accepts_it_and_finds_what_was_changed(
+    hub: LocalHub, published: Repo, run: Run
+) -> None:
+    assert run("ospruner verify org/shared").count(" ok ") == 4
+    evil = hub.repos["model", "org/evil"] = Repo("model", "org/evil")
+    files = dict(published.head.files)
+    code = files["policy_ospruner.py"].content + b"\nraise SystemExit('the code was run')\n"
+    files["policy_ospruner.py"] = File(code, False)
+    evil.commit(files)
+    said = run("ospruner verify org/evil", status=1)
+    for found in ("differs", "was changed"):
+        assert f"policy_ospruner.py {found}" in said
+    assert "the code was run" not in said
+    with pytest.raises(ValueError, match="org/nowhere, which is no folder here, is not on the Hub"):
+        run("ospruner verify org/nowhere")

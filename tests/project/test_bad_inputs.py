@@ -27,7 +27,6 @@ from ospruner.train.labels.folder import MANIFEST
 from ospruner.train.untrained import untrained
 
 from ..broken_tensors import drop, edit, pickle_only, put
-from ..conftest import Fuzzed
 
 GOOD = {"id": "a", "problem": "What is 1 + 1?", "answer": "2"}
 LINE = json.dumps(GOOD)
@@ -45,9 +44,6 @@ FILES = {
     "format_cut.json": b"{",
     "format_latin.json": b'{"name": "\xe9"}',
     "format_lacks.json": b'{"name": "x"}',
-    "syntax.py": b"def (",
-    "raises.py": b"1 / 0",
-    "none.py": b"x = 1",
 }
 
 
@@ -87,24 +83,15 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     pq.write_table(pa.table({"problem": nothing, "answer": nothing}), folder / "none.parquet")
     for empty in ("nothing", "folder.jsonl"):
         (folder / empty).mkdir()
-    copies = [(f"policy_{name}", policy, change) for name, change in POLICIES.items()]
-    copies += [
-        ("labels_cut", labels, put(MANIFEST, b"{")),
-        ("labels_list", labels, put(MANIFEST, b"[]")),
-        ("base_no_tokenizer", REASONER, drop("tokenizer.json")),
-        ("base_no_weights", REASONER, drop("model.safetensors")),
-    ]
-    for copy, source, change in copies:
-        shutil.copytree(source, folder / copy)
-        change(folder / copy)
-    return {
-        "f": folder,
-        "base": REASONER,
-        "labels": labels,
-        "policy": policy,
-        "gone": folder / "gone",
-        "file": folder / "text.txt",
-    }
+    for kind, source, changes in (
+        ("policy", policy, POLICIES),
+        ("labels", labels, {"cut": put(MANIFEST, b"{"), "list": put(MANIFEST, b"[]")}),
+        ("base", REASONER, {name: POLICIES[name] for name in ("no_tokenizer", "no_weights")}),
+    ):
+        for name, change in changes.items():
+            change(Path(shutil.copytree(source, folder / f"{kind}_{name}")))
+    good = {"base": REASONER, "labels": labels, "policy": policy}
+    return {**good, "f": folder, "gone": folder / "gone", "file": folder / "text.txt"}
 
 
 def cases() -> Iterator[str]:
@@ -127,7 +114,6 @@ def test_a_bad_input_is_refused_in_clear_words(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    fuzzed: Fuzzed,
 ) -> None:
     command, _, expected = case.partition(" => ")
     status, _, words = expected.partition(" ")
@@ -141,10 +127,8 @@ def test_a_bad_input_is_refused_in_clear_words(
     monkeypatch.setenv("TERMINAL_WIDTH", "600")
     argv = [part.format(**names) for part in shlex.split(command)]
     monkeypatch.setattr(sys, "argv", ["ospruner", *argv])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=f"^{status}$"):
         ospruner.cli.main()
     printed = capsys.readouterr()
-    assert str(ended.value.code) == status, printed.err
     assert words.format(**names) in " ".join(printed.err.split())
     assert "Traceback" not in printed.err + printed.out
-    fuzzed("bad inputs on the command line", cases=1, refused_by_name=1)

@@ -18,35 +18,33 @@ from ospruner.train.untrained import untrained
 
 from ..pages import blocks
 
-EVERY_PRICE = "org/ospruner-r1-7b"
-POLICIES = ("org/ospruner-r1-7b-price5e-5", "org/ospruner-r1-7b-price2e-5")
-BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+POLICIES: dict[str, dict[str, Any]] = {
+    "org/ospruner-r1-7b-price5e-5": {"init_bias": -1.0},
+    "org/ospruner-r1-7b-price2e-5": {"init_bias": -0.5},
+    "org/ospruner-r1-7b": {"price_range": (5e-5, 1e-2)},
+}
 
 
 @pytest.fixture(scope="module")
-def policies(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Policies of the reasoner that stop at about every third paragraph, by name."""
-    folders = {}
-    fields: list[dict[str, Any]] = [{"init_bias": -1.0}, {"init_bias": -0.5}]
-    for name, more in zip(
-        (*POLICIES, EVERY_PRICE), [*fields, {"price_range": (5e-5, 1e-2)}], strict=True
-    ):
-        folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
+def models(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The base, and policies on it that stop at about every third paragraph, by name."""
+    folders = {"deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": str(REASONER)}
+    for name, more in POLICIES.items():
+        folders[name] = str(tmp_path_factory.mktemp("policies") / name.split("/")[1])
         model = untrained(reasoner.model, reasoner.tokenizer, tuning="layers", **more)
-        model.save_pretrained(folder)
-        folders[name] = str(folder)
+        model.save_pretrained(folders[name])
     return folders
 
 
 def test_the_examples_of_generate_run_as_written(
-    repo_dir: Path, policies: dict[str, str], capsys: pytest.CaptureFixture[str]
+    repo_dir: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = blocks(repo_dir / "docs" / "generate.md", "python")
     assert len(found) >= 14
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     for block in found:
-        for name, folder in {**policies, BASE: str(REASONER)}.items():
+        for name, folder in models.items():
             block = block.replace(f'"{name}"', repr(folder))
         # The reasoner is short of breath; 2,000 tokens of rambling would take minutes.
         block = block.replace("max_new_tokens=2000", "max_new_tokens=300")
@@ -65,11 +63,19 @@ def test_the_examples_of_generate_run_as_written(
         assert len(re.findall(wanted, printed, re.M)) >= count, (wanted, printed)
 
 
-# Two hundred traces and forty passes would take minutes.
-SMALL_README = {
+# The pages' traces and passes would take minutes.
+SMALLER = {
     '("train", 200), ("test", 60)': '("train", 30), ("test", 16)',
     'StopConfig("policy")': 'StopConfig("policy", num_train_epochs=2)',
+    '("train", 160)': '("train", 40)',
+    "disable_tqdm=True": "num_train_epochs=2",
 }
+
+
+def smaller(source: str) -> str:
+    for old, new in SMALLER.items():
+        source = source.replace(old, new)
+    return source
 
 
 def test_the_three_programs_run_as_written(
@@ -82,11 +88,8 @@ def test_the_three_programs_run_as_written(
     assert "48+54=102. Good." in plain
     assert stopped.strip().endswith("\\boxed{16}\npolicy 36")
     assert "policy 36" in (repo_dir / "README.md").read_text("utf-8")
-    for old, new in SMALL_README.items():
-        assert old in make
-        make = make.replace(old, new)
     names: dict[str, object] = {}
-    exec(make, names)
+    exec(smaller(make), names)
     exec(compare, names)
     printed = capsys.readouterr().out
     for method in ("full trace", "OS-Pruner, one policy  price=3e-4", "fixed budget"):
@@ -97,8 +100,6 @@ def test_the_three_programs_run_as_written(
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/notebooks/first_policy.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
-# The page's traces and passes would take minutes.
-SMALL_NOTEBOOK = {'("train", 160)': '("train", 40)', "disable_tqdm=True": "num_train_epochs=2"}
 
 
 def test_the_notebook_shows_outputs_and_a_picture_and_its_links_lead_somewhere() -> None:
@@ -129,16 +130,13 @@ def test_the_notebook_runs_from_top_to_bottom(
     names: dict[str, Any] = {}
     shown = []
     for cell in CODE:
-        source = "".join(cell["source"])
-        for old, new in SMALL_NOTEBOOK.items():
-            source = source.replace(old, new)
-        run_cell(source, names)
+        run_cell(smaller("".join(cell["source"])), names)
         shown.append(capsys.readouterr().out)
     problems, traces, trace, trained, compared, picture, stopped = shown
     assert problems.count('"problem"') == 3
     assert "'test': 60" in traces
-    assert "(wrong)" in trace
-    assert "reference" in trace
+    for said in ("(wrong)", "reference"):
+        assert said in trace
     assert "default price" in trained
     table = names["report"].frame
     ours, (full, *_) = table[table["method"] == "OS-Pruner, one policy"], table["tokens"]

@@ -16,12 +16,19 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("ospruner/demo/*/README.md")]
 )
+# The changelog tells of what is gone.
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+(?<!\.py)\b")
 
 
 def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text("utf-8"))
+
+
+def said_of(page: Path) -> list[str]:
+    """The commands of a page, and what its prose says as code."""
+    return [*commands(page), *re.findall(r"`([^`]+)`", prose(page))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -41,7 +48,12 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     raise AssertionError(f"no command: {' '.join(words)}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def each(pages: list[Path]) -> pytest.MarkDecorator:
+    names = [str(page.relative_to(REPO)) for page in pages]
+    return pytest.mark.parametrize("page", pages, ids=names)
+
+
+@each(PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     pictures = re.findall(r'<(?:img|source) [^>]*src(?:set)?="([^"]+)"', prose(page))
     for target in [*re.findall(r"\]\(([^)]+)\)", prose(page)), *pictures]:
@@ -59,18 +71,14 @@ def test_every_page_of_docs_is_reached_from_readme() -> None:
     assert linked == {f"docs/{page.name}" for page in REPO.glob("docs/*.md")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+@each(TODAY)
 def test_commands_exist_and_have_their_options(page: Path) -> None:
-    if page.name == "CHANGELOG.md":  # it tells of commands that are gone
-        pytest.skip("history")
     for line in commands(page):
         found = re.match(r"(?:.*-m ospruner.cli|ospruner) (.*)", line)
         if found is None:
             continue
         command, arguments = command_of(shlex.split(found[1], comments=True))
-        if "..." in arguments:
-            arguments = []
-        else:
+        if "..." not in arguments:
             assert command.make_context(command.name, list(arguments)).params
     for text in re.findall(r"`ospruner ([^`]+)`", prose(page)):
         words = shlex.split(text)
@@ -82,11 +90,9 @@ def test_commands_exist_and_have_their_options(page: Path) -> None:
         assert given <= known, text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+@each(TODAY)
 def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text("utf-8")
-    if page.name == "CHANGELOG.md":
-        pytest.skip("history")
     for name in set(MODULES.findall(text)):
         parts = name.split(".")
         public = parts[0] == "ospruner" and parts[1] in ospruner.__all__
@@ -99,13 +105,10 @@ def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_benchmarks_take_the_options_that_pages_give_them() -> None:
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it tells of what is gone
-    texts = [line for page in pages for line in commands(page)]
-    texts += [text for page in pages for text in re.findall(r"`([^`]+)`", prose(page))]
-    named = [re.search(r"\bpython (benchmarks/\w+\.py)(.*)", text) for text in texts]
     asked: dict[str, set[str]] = {}
-    for one in filter(None, named):
-        asked.setdefault(one[1], set()).update(re.findall(r"--[\w-]+", one[2]))
+    for text in (text for page in TODAY for text in said_of(page)):
+        if one := re.search(r"\bpython (benchmarks/\w+\.py)(.*)", text):
+            asked.setdefault(one[1], set()).update(re.findall(r"--[\w-]+", one[2]))
     assert {"benchmarks/train.py", "benchmarks/frontier.py"} <= set(asked)
     shared = (REPO / "benchmarks/timing.py").read_text("utf-8")
     for script, options in asked.items():
@@ -120,6 +123,5 @@ def test_make_targets_that_pages_name_exist() -> None:
     makefile = (REPO / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     for page in PAGES:
-        texts = [*commands(page), *re.findall(r"`([^`]+)`", prose(page))]
-        named = {one[1] for text in texts if (one := re.match(r"make ([a-z][\w-]*)", text))}
+        named = {one[1] for text in said_of(page) if (one := re.match(r"make ([a-z][\w-]*)", text))}
         assert named <= targets, page

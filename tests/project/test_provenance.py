@@ -6,6 +6,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +15,14 @@ from ospruner.durable import write_checked
 
 
 def test_record_is_written_and_read_again(tmp_path: Path) -> None:
-    written = facts.provenance(
-        tmp_path,
-        seed=7,
-        base_model="org/base",
-        base_revision="abc123",
-        data_hash="00ff",
-        details={"price": 5e-5, "stages": [1, 2]},
-    )
+    said: dict[str, Any] = {"seed": 7, "base_model": "org/base", "base_revision": "abc123"}
+    said |= {"data_hash": "00ff", "details": {"price": 5e-5, "stages": [1, 2]}}
+    written = facts.provenance(tmp_path, **said)
     assert facts.read_provenance(tmp_path) == written
     assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]
-    assert (written.seed, written.base_model, written.base_revision) == (7, "org/base", "abc123")
-    assert written.details == {"price": 5e-5, "stages": [1, 2]}
-    assert written.packages["torch"] == metadata.version("torch")
-    assert written.packages["ospruner"] == metadata.version("ospruner")
+    assert {name: vars(written)[name] for name in said} == said
+    for package in ("torch", "ospruner"):
+        assert written.packages[package] == metadata.version(package)
     made = datetime.fromisoformat(written.created_utc)
     assert made.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - made) < timedelta(minutes=5)
@@ -47,9 +42,6 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
         facts.read_provenance(tmp_path)
     write_checked(tmp_path / "provenance.json", {"seed": 1})
     with pytest.raises(ValueError, match="another version"):
-        facts.read_provenance(tmp_path)
-    (tmp_path / "provenance.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"provenance\.json is damaged"):
         facts.read_provenance(tmp_path)
     facts.provenance(tmp_path, seed=17)
     text = (tmp_path / "provenance.json").read_text()
@@ -74,16 +66,13 @@ def test_command_is_as_anyone_would_type_it(orig_argv: list[str], command: str) 
 
 
 def test_hash_depends_on_contents_and_order_alone(tmp_path: Path) -> None:
-    one, two, copy = tmp_path / "one", tmp_path / "two", tmp_path / "copy"
-    one.write_bytes(b"ab")
-    two.write_bytes(b"c")
-    copy.write_bytes(b"ab")
-    assert facts.hash_files([one, two]) == facts.hash_files([copy, two])
-    assert facts.hash_files([one, two]) != facts.hash_files([two, one])
-    before = facts.hash_files([one, two])
-    one.write_bytes(b"a")
-    two.write_bytes(b"bc")
-    assert facts.hash_files([one, two]) != before
+    def hashed(**contents: bytes) -> str:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        return facts.hash_files([tmp_path / name for name in contents])
+
+    assert hashed(one=b"ab", two=b"c") == hashed(copy=b"ab", two=b"c")
+    assert len({hashed(a=a, b=b) for a, b in ((b"ab", b"c"), (b"c", b"ab"), (b"a", b"bc"))}) == 3
 
 
 def record_from(package: Path, folder: Path) -> facts.Provenance:

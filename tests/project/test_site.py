@@ -1,8 +1,6 @@
 """What docs/*.py make: the site, llms.txt, tables and pictures, which say what their files say."""
 
-import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from ..own_process import output_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -27,6 +27,9 @@ def test_llms_txt_is_what_the_pages_say(site: ModuleType) -> None:
     assert listed == {page.name for page in REPO.glob("docs/*.md")}
 
 
+PICTURE = '<picture>\n<source srcset="p/d.svg">\n<img src="p/l.svg" alt="A">\n</picture>'
+
+
 @pytest.mark.parametrize(
     ("text", "there"),
     [
@@ -36,10 +39,7 @@ def test_llms_txt_is_what_the_pages_say(site: ModuleType) -> None:
         ("`[a](../x.py)`", "`[a](../x.py)`"),
         ("```\n[a](../x.py)\n```", "```\n[a](../x.py)\n```"),
         ("[a](https://example.org) [b](#c)", "[a](https://example.org) [b](#c)"),
-        (
-            '<picture>\n<source srcset="p/d.svg">\n<img src="p/l.svg" alt="A">\n</picture>',
-            "![A](p/l.svg#only-light)![A](p/d.svg#only-dark)",
-        ),
+        (PICTURE, "![A](p/l.svg#only-light)![A](p/d.svg#only-dark)"),
     ],
 )
 def test_links_out_of_the_site_lead_to_the_repository(
@@ -58,11 +58,9 @@ def test_every_page_has_its_place_in_the_menu() -> None:
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     for package in ("material", "mkdocstrings"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: make docs")
+        pytest.importorskip(package, reason=f"{package} is not installed: make docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(*command, cwd=REPO)
     pages = sorted(tmp_path.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
@@ -87,10 +85,9 @@ def test_pictures_are_light_and_dark(load_script: Callable[[str], ModuleType]) -
     pictures: Any = load_script("docs/pictures.py")
     stems = {path.stem.removesuffix("-dark") for path in pictures.FOLDER.glob("*.svg")}
     assert stems == set(pictures.PICTURES)
+    pages = "".join(page.read_text("utf-8") for page in pictures.DOCS.glob("*.md"))
     for name in pictures.PICTURES:
         light = (pictures.FOLDER / f"{name}.svg").read_text("utf-8")
         dark = (pictures.FOLDER / f"{name}-dark.svg").read_text("utf-8")
         assert dark == pictures.darkened(light) != light
-        assert f"pictures/{name}-dark.svg" in "".join(
-            page.read_text("utf-8") for page in pictures.DOCS.glob("*.md")
-        )
+        assert f"pictures/{name}-dark.svg" in pages

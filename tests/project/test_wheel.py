@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import venv
 import zipfile
@@ -10,22 +9,16 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-INSTALLED_AS = {
-    "modeling_ospruner": "modeling_ospruner",
-    "train": "ospruner/train",
-    "eval": "ospruner/eval",
-    "hub_cards": "ospruner/hub_cards",
-    "ospruner": "ospruner",
-}
+from ..own_process import output_of
+
+INSTALLED_AS = {name: f"ospruner/{name}" for name in ("train", "eval", "hub_cards")}
+INSTALLED_AS |= {name: name for name in ("modeling_ospruner", "ospruner")}
 SEEN_FROM_OUTSIDE = """
 import importlib, importlib.util, sys
 bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_spec(name)]
 assert not bare, f"importable under bare names: {bare}"
-for name in ("ospruner.train", "ospruner.demo", "ospruner.eval", "ospruner.hub_cards"):
-    print(importlib.util.find_spec(name).origin)
-print(importlib.util.find_spec("ospruner.engines").origin)
-for name in ("ospruner.cli", "ospruner.serving.start"):
-    print(importlib.util.find_spec(name).origin)
+for name in ("train", "demo", "eval", "hub_cards", "engines", "cli", "serving.start"):
+    print(importlib.util.find_spec(f"ospruner.{name}").origin)
 """
 
 
@@ -34,9 +27,7 @@ def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
     env = {"PATH": "/usr/bin:/bin", "PIP_NO_INPUT": "1", "PIP_NO_INDEX": "1", "HOME": str(cwd)}
     if pythonpath:
         env["PYTHONPATH"] = str(pythonpath)
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(*command, cwd=cwd, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +50,6 @@ def built(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    (found,) = built.glob("*.whl")
-    return found
-
-
 def files_of(folder: Path) -> set[PurePosixPath]:
     return {
         PurePosixPath(file.relative_to(folder).as_posix())
@@ -73,7 +58,8 @@ def files_of(folder: Path) -> set[PurePosixPath]:
     }
 
 
-def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> None:
+def test_wheel_holds_every_file_of_the_packages(built: Path, repo_dir: Path) -> None:
+    (wheel,) = built.glob("*.whl")
     expected = set[str]()
     for folder, installed in INSTALLED_AS.items():
         assert (repo_dir / folder / "py.typed").is_file()
@@ -97,20 +83,17 @@ def test_package_does_the_whole_job_in_an_empty_environment(
     cwd.mkdir()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     pins = repo_dir / "constraints.txt"
-    commands: tuple[list[str | Path], ...] = (
-        [binaries / "pip", "install", "--quiet", "-c", pins, package],
-        [binaries / "ospruner", "demo", "--quick", "--out", cwd / "run"],
-        [binaries / "ospruner", "doctor"],
-    )
-    for command in commands:
-        done = subprocess.run(
-            command, cwd=cwd, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    for program, *arguments in (
+        ("pip", "install", "--quiet", "-c", pins, package),
+        ("ospruner", "demo", "--quick", "--out", cwd / "run"),
+        ("ospruner", "doctor"),
+    ):
+        output_of(binaries / str(program), *arguments, cwd=cwd, env=env)
     assert list((cwd / "run").rglob("results.json"))
 
 
-def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None:
+def test_installed_wheel_takes_no_bare_name(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)  # as pip installs pure Python
     found = {path.name for path in target.iterdir() if path.suffix != ".dist-info"}

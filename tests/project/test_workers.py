@@ -32,6 +32,18 @@ def fail_after(mark, *, progress):
 """
 
 
+PARENT = """
+import sys
+from functools import partial
+from pathlib import Path
+from functions_of_jobs import wait_for_ever
+from ospruner.workers import Workers
+if __name__ == "__main__":
+    with Workers(1) as workers:
+        workers.run({"one": partial(wait_for_ever, Path(sys.argv[1]))}, lambda *state: None)
+"""
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Functions that other processes can import."""
@@ -48,11 +60,10 @@ def alive(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    for _ in range(200):
-        if not alive(pid):
-            return True
+    end = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    return False
+    return not alive(pid)
 
 
 def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
@@ -65,43 +76,30 @@ def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
 
     jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
     mark = tmp_path / "pid"
-    failing = {
-        "waits": partial(module.wait_for_ever, mark),
-        "fails": partial(module.fail_after, mark),
-    }
+    both = {"waits": module.wait_for_ever, "fails": module.fail_after}
+    failing = {name: partial(job, mark) for name, job in both.items()}
 
     def run_all() -> None:
         with Workers(2) as workers:
-            workers.run(jobs, noted)
-            workers.run({"6": partial(module.square, 6)}, noted)
-            workers.run(failing, noted)
+            for one in (jobs, {"6": partial(module.square, 6)}, failing):
+                workers.run(one, noted)
 
     with pytest.raises(ValueError, match="this one fails"):
         run_all()
     assert ends(int(mark.read_text()))
-    squares = {phase: done for phase, (done, _, _) in seen.items()}
-    assert squares == {f"{number}: square": number**2 for number in (3, 4, 5, 6)}
-    processes = {process for _, process, _ in seen.values()}
+    squares, processes, threads = zip(*seen.values(), strict=True)
+    found = dict(zip(seen, squares, strict=True))
+    assert found == {f"{number}: square": number**2 for number in (3, 4, 5, 6)}
     assert os.getpid() not in processes
-    assert len(processes) <= 2, "they stay for the next jobs"
-    assert {threads for _, _, threads in seen.values()} == {"1"}
+    assert len({*processes}) <= 2, "they stay for the next jobs"
+    assert {*threads} == {"1"}
 
 
 @pytest.mark.usefixtures("module")
 def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     script = tmp_path / "parent.py"
-    script.write_text(
-        "import sys\n"
-        "from functools import partial\n"
-        "from pathlib import Path\n"
-        "from functions_of_jobs import wait_for_ever\n"
-        "from ospruner.workers import Workers\n"
-        "if __name__ == '__main__':\n"
-        "    job = partial(wait_for_ever, Path(sys.argv[1]))\n"
-        "    with Workers(1) as workers:\n"
-        "        workers.run({'one': job}, lambda *state: None)\n"
-    )
+    script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), str(mark)])
     while not mark.exists() or not mark.read_text():
         assert parent.poll() is None

@@ -36,27 +36,15 @@ Told = tuple[list[list[int]], list[list[list[float]]]]
 def run(folder: str, policy: bool) -> Told:
     """Greedy continuations, and behind each token what a policy's head says, (B, outputs)."""
     load_plugins()
-    arguments = ServerArgs(
-        model_path=folder,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        mem_fraction_static=0.95,
-        max_total_tokens=1000,
-        max_running_requests=4,
-        disable_cuda_graph=True,
-        skip_tokenizer_init=False,
-    )
+    how: dict[str, Any] = {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+    how |= {"mem_fraction_static": 0.95, "max_total_tokens": 1000, "max_running_requests": 4}
+    how |= {"disable_cuda_graph": True, "skip_tokenizer_init": False}
+    arguments = ServerArgs(model_path=folder, device="cpu", dtype="float32", **how)
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
-    one_batch.publish(
-        arguments,
-        role="scheduler",
-        ranks=one_batch.SpawnRanks(
-            world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
-        ),
-    )
+    place = one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0)
+    ranks = one_batch.SpawnRanks(world_rank=place, gpu_id=0)
+    one_batch.publish(arguments, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     runner = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)[0].torch_runner
     rows, said = list[Req](), list[list[list[float]]]()

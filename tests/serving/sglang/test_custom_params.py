@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,17 +62,11 @@ def test_keys_that_a_request_may_have() -> None:
         ({"custom_params": {"stop_seed": 3}, "n": 2}, "stop_seed is 3 and n is 2, and nothing"),
         (
             {"custom_params": {"stop_price": 5e-4}},
-            "custom_params: stop_price is 0.0005, but .* for 0.001 alone",
+            "custom_params: stop_price is 0.0005, but .* for ",
         ),
         *(
-            ({"custom_params": {"stop_policy": True}, name: value}, re.escape(str({name: value})))
-            for name, value in (
-                ("json_schema", "{}"),
-                ("regex", "a+"),
-                ("ebnf", "root"),
-                ("structural_tag", "x"),
-                ("beam_width", 2),
-            )
+            ({"custom_params": {"stop_policy": True}, name: 2}, re.escape(str({name: 2})))
+            for name in ("json_schema", "regex", "ebnf", "structural_tag", "beam_width")
         ),
     ],
 )
@@ -97,10 +92,10 @@ def test_what_is_refused_is_named(said: dict[str, Any], message: str) -> None:
 )
 def test_a_setting_where_nobody_reads_it_is_refused(sent: Any, named: str | None) -> None:
     body = json.dumps(sent).encode()
+    check_body(SimpleNamespace(_body=body[:-1]))  # no JSON: SGLang's to refuse
+    check_body(None)  # not over HTTP
     if named is None:
         check_body(SimpleNamespace(_body=body))
-        check_body(SimpleNamespace(_body=body[:-1]))  # no JSON: SGLang's to refuse
-        check_body(None)  # not over HTTP
         return
     with pytest.raises(ValueError, match=rf"{re.escape(named)}.* would do nothing here: send it"):
         check_body(SimpleNamespace(_body=body))
@@ -127,12 +122,10 @@ def test_a_prefilled_answer_is_refused_where_it_would_come_as_thinking(
     begun: str, more: dict[str, bool], parser: str | None, refused: bool
 ) -> None:
     asked = {"continue_final_message": True, "separate_reasoning": True, **more}
-    none = dict.fromkeys(CHAT)
-    request = SimpleNamespace(**asked, **none, messages=[SimpleNamespace(content=begun)])
-    if not refused:
-        read_chat(request, OSPrunerConfig(), parser)
-        return
-    with pytest.raises(ValueError, match="continue_final_message is True.*separate_reasoning"):
+    messages = [SimpleNamespace(content=begun)]
+    request = SimpleNamespace(**asked, **dict.fromkeys(CHAT), messages=messages)
+    said = pytest.raises(ValueError, match="continue_final_message is True.*separate_reasoning")
+    with said if refused else nullcontext():
         read_chat(request, OSPrunerConfig(), parser)
 
 
@@ -161,23 +154,21 @@ def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         server_defaults(config)
 
 
+LOW: dict[str, Any] = {"reasoning_effort": "low"}
+
+
 def test_the_effort_of_a_chat_is_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"stop_policy": True, "stop_answer": "tools", "stop_efforts": {"low": 5e-4}}
     monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps(said))
     config = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], price=1e-4)
-    for effort, more, wanted in (
-        ("low", {}, {"stop_price": 5e-4}),
-        ("high", {}, None),
-        (0.5, {}, None),
-        (None, {}, None),
-        # A policy that is on by default goes off here, and nothing is refused.
-        ("low", {"regex": "[0-9]"}, None),
-        ("low", {"tool_choice": "required"}, None),
-    ):
-        said = {**dict.fromkeys(CHAT), "tool_choice": "none", "reasoning_effort": effort, **more}
-        asked = SimpleNamespace(**said)
+    own = {**dict.fromkeys(CHAT), "tool_choice": "none"}
+    others: list[dict[str, Any]] = [{"reasoning_effort": effort} for effort in ("high", 0.5, None)]
+    # A policy that is on by default goes off here, and nothing is refused.
+    others += [LOW | {"regex": "[0-9]"}, LOW | {"tool_choice": "required"}]
+    for more in (LOW, *others):
+        asked = SimpleNamespace(**own | more)
         read_chat(asked, config, None)
-        assert asked.custom_params == wanted
+        assert asked.custom_params == ({"stop_price": 5e-4} if more is LOW else None)
 
 
 GOOD: dict[str, Any] = {
@@ -197,17 +188,20 @@ class Tapped:
         """EAGLE-3's tap."""
 
 
+KNOWN: dict[str, Any] = {"text_config": {"model_type": "qwen2"}, "tuning": "queries"}
+KNOWN["base_model_name_or_path"] = "base"
+
+
 def check(fields: dict[str, Any] | None = None, found: Any = Tapped, **server: Any) -> None:
     """Of a policy on a base that is not there, and a server."""
-    known = {"text_config": {"model_type": "qwen2"}, "base_model_name_or_path": "base"}
-    config = OSPrunerConfig(**{**known, "tuning": "queries", **(fields or {})})
-    check_start(config, SimpleNamespace(**{**GOOD, **server}), found)
+    config = OSPrunerConfig(**KNOWN | (fields or {}))
+    check_start(config, SimpleNamespace(**GOOD | server), found)
 
 
 def test_servers_in_which_the_policy_works() -> None:
     servers: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "bfloat16", "enable_lora": False}]
     for server in [*servers, {"device": "cpu", "disable_prefill_cuda_graph": False}]:
-        with pytest.raises(OSError, match="the base 'base' at revision None, which the policy pi"):
+        with pytest.raises(OSError, match="the base 'base' at revision None"):
             check(**server)
 
 
@@ -247,20 +241,13 @@ def test_policies_that_are_refused(fields: dict[str, Any], found: Any, message: 
         check(fields, found)
 
 
-def save_config(folder: Path, **fields: Any) -> str:
-    config = OSPrunerConfig(
-        text_config={"model_type": "qwen2"}, base_model_name_or_path="base", **fields
-    )
-    config.save_pretrained(folder)
-    return str(folder)
-
-
 def test_the_command_of_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
+    """What is refused: tests/project/bad_inputs.txt."""
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     literals = replace(DEEPSEEK_R1, name="one's own").to_dict()
-    policy = save_config(tmp_path, tuning="queries", reasoning_format=literals)
+    OSPrunerConfig(**KNOWN, reasoning_format=literals).save_pretrained(policy := str(tmp_path))
     tiny_tokenizer.save_pretrained(policy)
     defaults = {"stop_policy": True, "stop_threshold": 0.5, "stop_control": 0.0}
     command, environment = sglang_command(policy, defaults, ["--port", "1"])
@@ -272,20 +259,3 @@ def test_the_command_of_a_server(
     command, environment = sglang_command(policy, defaults, given)
     assert command == [*start[:-1], *given]
     assert environment["SGLANG_PLUGINS"] == "ospruner,other"
-
-
-@pytest.mark.parametrize(
-    ("tuning", "defaults", "arguments", "message"),
-    [
-        ("layers", {}, [], "has tuning 'layers' and .* inside SGLang policies of tuning"),
-        ("queries", {"stop_control": 0.1}, [], "stop_control is 0.1, but SGLang's /metrics has no"),
-        ("queries", {}, ["--model-path=a"], "--model-path=a: `ospruner serve` sets it by itself"),
-        ("queries", {"stop_max_loss": 0.02}, [], "stop_max_loss is 0.02, but the policy promises"),
-    ],
-)
-def test_commands_that_are_refused(
-    tmp_path: Path, tuning: str, defaults: dict[str, Any], arguments: list[str], message: str
-) -> None:
-    policy = save_config(tmp_path, tuning=tuning)
-    with pytest.raises(ValueError, match=message):
-        sglang_command(policy, defaults, arguments)

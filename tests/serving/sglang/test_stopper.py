@@ -44,6 +44,9 @@ class Request:
     def output_ids_through_stop(self) -> list[int]:
         return self.output_ids
 
+    def next_of_script(self, place: int) -> int:
+        return self.script[min(place, len(self.script) - 1)]
+
 
 def said(tokens: list[int]) -> float:
     """A stop logit, of a text that ends with the last token."""
@@ -54,18 +57,13 @@ class Engine:
     """A scheduler over slots, and the model's part of the stopper."""
 
     def __init__(self, policy: OSPrunerForCausalLM, folder: Path) -> None:
-        pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, 1))
-        arguments = SimpleNamespace(
-            tokenizer_path=None, model_path=str(folder), revision=None, random_seed=None
-        )
-        runner = SimpleNamespace(
-            server_args=arguments,
-            model_config=SimpleNamespace(hf_config=policy.config),
-            device="cpu",
-            req_to_token_pool=pool,
-            attn_backend=None,
-            model=self,
-        )
+        unsaid = dict.fromkeys(("tokenizer_path", "revision", "random_seed"))
+        own = {
+            "server_args": SimpleNamespace(model_path=str(folder), **unsaid),
+            "model_config": SimpleNamespace(hf_config=policy.config),
+            "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(SLOTS, 1)),
+        }
+        runner = SimpleNamespace(**own, device="cpu", attn_backend=None, model=self)
         self.vocabulary = policy.config.get_text_config().vocab_size
         self.texts: dict[int, list[int]] = {}  # by slot, what has been computed
         self.stopper = Stopper(runner)
@@ -80,17 +78,15 @@ class Engine:
     def compute(self, requests: list[Request], lengths: list[int] | None = None) -> list[int]:
         """One batch, by default of whole texts: the tokens that follow."""
         self.stopper.meet(requests)
-        tokens, ends, slots = [], [], []
-        for i, request in enumerate(requests):
-            text = [*request.origin_input_ids, *request.output_ids]
-            text = text if lengths is None else text[: lengths[i]]
-            self.texts[request.kv.req_pool_idx] = text
-            tokens += text[-3:]  # as if all before were found in the cache
-            ends.append(len(text))
-            slots.append(request.kv.req_pool_idx)
+        tokens, ends = [], []
+        slots = [request.kv.req_pool_idx for request in requests]
         logits = torch.zeros(len(requests), self.vocabulary)
         for i, request in enumerate(requests):
-            logits[i, request.script[min(len(request.output_ids), len(request.script) - 1)]] = 9.0
+            text = [*request.origin_input_ids, *request.output_ids]
+            self.texts[slots[i]] = text = text if lengths is None else text[: lengths[i]]
+            tokens += text[-3:]  # as if all before were found in the cache
+            ends.append(len(text))
+            logits[i, request.next_of_script(len(request.output_ids))] = 9.0
         batch = SimpleNamespace(
             req_pool_indices=torch.tensor(slots, dtype=torch.int32),
             seq_lens=torch.tensor(ends),
@@ -137,21 +133,17 @@ def make_request(policy: OSPrunerForCausalLM, i: int, **keys: Any) -> Request:
 
 def by_rows(policy: OSPrunerForCausalLM, request: Request, most: int) -> tuple[list[int], Any]:
     """The text that `StopRow` allows, with its record."""
-    settings = StopRequest(request.sampling_params.custom_params).settings(StopRequest(None))
-    assert settings is not None
-    settings, fmt = settings.with_defaults(policy.config), policy.token_format
-    eos = frozenset(fmt.eos_ids)
-    plan = RowPlan(settings, fmt, eos)
+    asked = StopRequest(request.sampling_params.custom_params).settings(StopRequest(None))
+    assert asked is not None
+    settings, eos = asked.with_defaults(policy.config), frozenset(policy.token_format.eos_ids)
+    plan = RowPlan(settings, policy.token_format, eos)
     row = StopRow(plan, request.origin_input_ids, settings.first_sample_index)
     text: list[int] = []
     while len(text) < most:
         if row.at_boundary:
             logit = torch.tensor(said([*request.origin_input_ids, *text]))
             row.decide(Said(float(torch.sigmoid(logit))))
-        if row.forced:
-            token = row.forced[0]
-        else:
-            token = request.script[min(len(text), len(request.script) - 1)]
+        token = row.forced[0] if row.forced else request.next_of_script(len(text))
         text.append(token)
         if row.push(token) or token in eos:
             break
@@ -168,9 +160,8 @@ def check(engine: Engine, policy: OSPrunerForCausalLM, request: Request) -> str:
     wanted, told = by_rows(policy, request, MOST)
     assert request.output_ids[: len(wanted)] == wanted
     assert len(request.output_ids) <= len(wanted) + 1  # the end, which is forced here
-    assert record["reason"] == told.reason
-    assert record["thinking_tokens"] == told.thinking_tokens
-    assert record["step_ends"] == told.step_ends
+    for one in ("reason", "thinking_tokens", "step_ends"):
+        assert record[one] == getattr(told, one)
     assert record["probabilities"] == pytest.approx(told.probabilities, abs=1e-6, nan_ok=True)
     assert engine.stopper.record(request) is None  # told once
     json.dumps(record, allow_nan=False)
@@ -217,10 +208,10 @@ def test_requests_that_do_not_ask_are_left_alone(
     asking, other = make_request(model, 0), make_request(model, 1)
     other.sampling_params.custom_params = None
     wrong = make_request(model, 2, stop_treshold=1)  # which the server refuses
-    for slot, request in enumerate((asking, other, wrong), start=1):
+    requests = [asking, other, wrong]
+    for slot, request in enumerate(requests, start=1):
         request.kv.req_pool_idx = slot
     for _ in range(MOST):
-        requests = [asking, other, wrong]
         for request, token in zip(requests, engine.compute(requests), strict=True):
             request.output_ids.append(token)
     wanted = [*other.script, *[other.script[-1]] * MOST][:MOST]

@@ -1,0 +1,128 @@
+"""Who thinks on after the cut, in vLLM: free answers after a budget and after a trace's own end.
+
+    python benchmarks/after_cut.py LABELS BUDGET [--base DIR] [--limit N] [--json FILE]
+
+What `ospruner compare LABELS budget:BUDGET --online --set answer=free --set samples=1` measures in
+transformers, by a server of an untrained policy on the labels' base, which never stops by itself.
+All problems are asked at a time, in the labels' own tokens. A trace as long as the labels' cap is
+closed at its next step end. The file's form is that of the comparison.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timing
+from bases import DEVICE, VLLM_NEVER
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from ospruner.engines.opening import load_tokenizer
+from ospruner.eval.online import How, OnlineProblem, SampleRow, evaluate_online, labelled_problems
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
+from ospruner.rules import Budget
+from ospruner.train.labels.loading import load_labels
+from ospruner.train.untrained import untrained
+
+
+@contextmanager
+def serving(settings: LabelSettings, base: str, dtype: str) -> Iterator[str]:
+    """The address of a server of an untrained policy on a base."""
+    sys.path.append(str(timing.HERE))
+    from tests.server_process import running_server
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "policy"
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        fmt = ReasoningFormat.from_dict(settings.reasoning_format)
+        untrained(model, load_tokenizer(base, None), reasoning_format=fmt).save_pretrained(folder)
+        del model
+        most = 2 * settings.max_new_tokens
+        asked = f"serve {folder} --served-model-name policy --dtype {dtype} --max-model-len {most}"
+        asked += " --enforce-eager --block-size 32" if DEVICE == "cpu" else ""
+        command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
+        with running_server(command, {}, Path(name) / "log") as url:
+            yield url
+
+
+class Asker:
+    """Asks a server; its `run` is what `evaluate_online` calls."""
+
+    def __init__(self, url: str, settings: LabelSettings, base: str) -> None:
+        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1e5, max_retries=0)
+        self._records = f"{url}/ospruner/stops"
+        self._settings, self._task = settings, open_task(settings.task)
+        self._tokenizer = load_tokenizer(base, None)
+
+    def run(self, how: How, batch: Sequence[OnlineProblem], start: int) -> list[SampleRow]:
+        """A row for each problem; all are asked at a time."""
+        with ThreadPoolExecutor(len(batch)) as pool:
+            return list(pool.map(partial(self._ask, how), range(start, start + len(batch)), batch))
+
+    def _ask(self, how: How, number: int, one: OnlineProblem) -> SampleRow:
+        said, cap, name = self._settings, self._settings.max_new_tokens, f"{how}-{number}"
+        budget = int(min(cap, how.parameter or 0))
+        keys = {**VLLM_NEVER, "max_thinking_tokens": budget, "stop_id": name}
+        reply = self._client.completions.create(
+            model="policy",
+            prompt=list(one.prompt_ids),
+            max_tokens=cap + said.max_answer_tokens,
+            temperature=said.temperature,
+            top_p=said.top_p,
+            seed=said.seed + number,
+            extra_body={"vllm_xargs": keys, "return_token_ids": True},
+        )
+        told: Any = self._client.get(f"{self._records}/{name}", cast_to=object)
+        ids = reply.choices[0].model_dump()["token_ids"]
+        count = min(told["answer_tokens"], said.max_answer_tokens)
+        text = self._tokenizer.decode(ids[len(ids) - told["answer_tokens"] :][:count])
+        answer = self._task.read_free(text) or ""
+        cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")
+        return SampleRow(
+            tokens=min(told["thinking_tokens"], cap),
+            answer_tokens=count,
+            answer=answer,
+            correct=self._task.grade(answer or None, one.problem) or 0.0,
+            reason="cap" if cut else told["reason"],
+            rethinks=told["rethinks"],
+        )
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = timing.options(__doc__)
+    parser.add_argument("labels", help="a label folder")
+    parser.add_argument("budget", type=int, help="thinking tokens")
+    parser.add_argument("--base", help="where the base lies now")
+    parser.add_argument("--limit", type=int, help="of the labels' problems")
+    parser.add_argument("--dtype", default="float32", help="of the base")
+    parser.add_argument("--model", help="what tables call the base")
+    args = timing.parse(parser)
+    labels = load_labels(args.labels)
+    base = args.base or labels.settings.base_model
+    free: dict[str, Any] = {"answer": "free", "max_answer_tokens": FREE_ANSWER_TOKENS}
+    settings = replace(labels.settings, samples_per_problem=1, seed=args.seed, **free)
+    problems = labelled_problems(labels.traces, args.limit)
+    about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
+    with serving(settings, base, args.dtype) as url:
+        generate = Asker(url, settings, base).run
+        rules = [Budget(args.budget)]
+        report = evaluate_online(
+            problems, rules, generate, settings, about, batch_problems=len(problems)
+        )
+    columns = ["accuracy", "tokens", "answer_after_stop", "answer_after_end", "rethought"]
+    print(report.frame[["method", "setting", *columns]].to_string())
+    if args.json is not None:
+        report.results.save(args.json)
+
+
+if __name__ == "__main__":
+    main()
