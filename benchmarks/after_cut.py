@@ -83,7 +83,7 @@ class Asker:
         told: Any = self._client.get(f"{self._records}/{name}", cast_to=object)
         ids = reply.choices[0].model_dump()["token_ids"]
         count = min(told["answer_tokens"], said.max_answer_tokens)
-        text = self._tokenizer.decode(ids[len(ids) - told["answer_tokens"] :][:count])
+        text = str(self._tokenizer.decode(ids[len(ids) - told["answer_tokens"] :][:count]))
         answer = self._task.read_free(text) or ""
         cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")
         return SampleRow(

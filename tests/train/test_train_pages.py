@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo import REASONER
-from ospruner.demo.recipe import bpe_tokenizer
 from ospruner.demo.shipped import draw_split
 from ospruner.formats import guess
 
@@ -85,9 +85,10 @@ def test_every_command_and_line_of_labels(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(load_script: Callable[[str], ModuleType], tmp_path: Path) -> Path:
     """The tiny base's size with a tokenizer that has no thinking markers."""
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    bpe_tokenizer = load_script("docs/examples/reasoner/recipe.py").bpe_tokenizer
     pieces = bpe_tokenizer(TINY_CORPUS * 2, 340, special, min_frequency=2)
     plain = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<|end|>")
     plain.chat_template = TINY_CHAT_TEMPLATE.replace("<think>\n", "")

@@ -160,7 +160,7 @@ def test_a_table_of_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Path(__file__).with_name("grades.tsv").read_text("utf-8").splitlines()[1:]
     rows = [re.sub(r"\\(u2009|xa0)", " ", line).split("\t") for line in lines]
     assert len(rows) >= 260
-    words = {True: "right", False: "wrong", None: "none"}
+    words: dict[float | None, str] = {True: "right", False: "wrong", None: "none"}
     pairs = [(row[1], row[2]) for row in rows]
     for asked in (pairs, [pair[::-1] for pair in pairs]):
         verdicts = [words[verdict.value] for verdict in compare_many(asked)]
