@@ -4,10 +4,12 @@
 
 What `ospruner compare LABELS budget:BUDGET --online --set answer=free --set samples=1` measures in
 transformers, by a server of an untrained policy on the labels' base, which never stops by itself.
-All problems are asked at a time, in the labels' own tokens. A trace as long as the labels' cap is
-closed at its next step end. The file's form is that of the comparison.
+All problems are asked at a time, in the labels' own tokens, without a seed: that can end vLLM 0.32
+on a CPU. A trace as long as the labels' cap is closed at its next step end. The file's form is that
+of the comparison.
 """
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,8 +36,8 @@ from ospruner.train.untrained import untrained
 
 
 @contextmanager
-def serving(settings: LabelSettings, base: str, dtype: str) -> Iterator[str]:
-    """The address of a server of an untrained policy on a base."""
+def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iterator[str]:
+    """The address of a server of an untrained policy on a base, for prompts of so many tokens."""
     sys.path.append(str(timing.HERE))
     from tests.server_process import running_server
 
@@ -45,9 +47,9 @@ def serving(settings: LabelSettings, base: str, dtype: str) -> Iterator[str]:
         fmt = ReasoningFormat.from_dict(settings.reasoning_format)
         untrained(model, load_tokenizer(base, None), reasoning_format=fmt).save_pretrained(folder)
         del model
-        most = 2 * settings.max_new_tokens
+        most = prompt + settings.max_new_tokens + settings.max_answer_tokens
         asked = f"serve {folder} --served-model-name policy --dtype {dtype} --max-model-len {most}"
-        asked += " --enforce-eager --block-size 32" if DEVICE == "cpu" else ""
+        asked += " --enforce-eager --block-size 32 --gpu-memory-utilization .5" * (DEVICE == "cpu")
         command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
         with running_server(command, {}, Path(name) / "log") as url:
             yield url
@@ -77,7 +79,6 @@ class Asker:
             max_tokens=cap + said.max_answer_tokens,
             temperature=said.temperature,
             top_p=said.top_p,
-            seed=said.seed + number,
             extra_body={"vllm_xargs": keys, "return_token_ids": True},
         )
         told: Any = self._client.get(f"{self._records}/{name}", cast_to=object)
@@ -93,6 +94,7 @@ class Asker:
             correct=self._task.grade(answer or None, one.problem) or 0.0,
             reason="cap" if cut else told["reason"],
             rethinks=told["rethinks"],
+            seconds=math.nan,  # all share the server
         )
 
 
@@ -112,7 +114,8 @@ def main() -> None:
     settings = replace(labels.settings, samples_per_problem=1, seed=args.seed, **free)
     problems = labelled_problems(labels.traces, args.limit)
     about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
-    with serving(settings, base, args.dtype) as url:
+    longest = max(len(one.prompt_ids) for one in problems)
+    with serving(settings, base, args.dtype, longest) as url:
         generate = Asker(url, settings, base).run
         rules = [Budget(args.budget)]
         report = evaluate_online(
