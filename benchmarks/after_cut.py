@@ -10,7 +10,6 @@ of the comparison.
 """
 
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
-from bases import DEVICE, VLLM_NEVER
+from bases import DEVICE, VLLM_NEVER, served
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
@@ -38,9 +37,6 @@ from ospruner.train.untrained import untrained
 @contextmanager
 def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iterator[str]:
     """The address of a server of an untrained policy on a base, for prompts of so many tokens."""
-    sys.path.append(str(timing.HERE))
-    from tests.server_process import running_server
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "policy"
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -48,10 +44,8 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
         untrained(model, load_tokenizer(base, None), reasoning_format=fmt).save_pretrained(folder)
         del model
         most = prompt + settings.max_new_tokens + settings.max_answer_tokens
-        asked = f"serve {folder} --served-model-name policy --dtype {dtype} --max-model-len {most}"
-        asked += " --enforce-eager --block-size 32 --gpu-memory-utilization .5" * (DEVICE == "cpu")
-        command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
-        with running_server(command, {}, Path(name) / "log") as url:
+        memory = "--gpu-memory-utilization .5" * (DEVICE == "cpu")
+        with served(folder, f"--dtype {dtype} --max-model-len {most} {memory}") as url:
             yield url
 
 

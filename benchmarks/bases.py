@@ -2,7 +2,10 @@
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +152,21 @@ def random_traces(
         }
         rows.append(label_row(name, steps=steps, **told))
     return Dataset.from_list(rows, features=FEATURES)
+
+
+@contextmanager
+def served(
+    policy: Path, asked: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """The address of `ospruner serve` on a policy, under the name "policy", with more options."""
+    sys.path.append(str(HERE))
+    from tests.server_process import running_server
+
+    asked = f"serve {policy} --served-model-name policy {asked} --block-size 32"
+    asked += " --enforce-eager" * (DEVICE == "cpu")
+    command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
+    with running_server(command, environment, policy.with_name("server.log")) as url:
+        yield url
 
 
 def vllm_on_a_cpu() -> None:

@@ -13,13 +13,14 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import timing
-from bases import DEVICE, VLLM_NEVER
+from bases import VLLM_NEVER, served
 from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
 from transformers import AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
@@ -33,21 +34,12 @@ from ospruner.formats import guess
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
 
 
-@contextlib.contextmanager
-def serving(case: Case, dtype: str) -> Iterator[str]:
+def serving(case: Case, dtype: str) -> AbstractContextManager[str]:
     """The address of a server of a case's policy."""
-    sys.path.append(str(timing.HERE))
-    from tests.server_process import running_server
-
     # Prefix caching off: the second pass would find the first one's prompts computed.
-    asked = f"serve {case.policy} --opt-in --served-model-name policy"
-    asked += f" --dtype {dtype} --max-model-len 1024 --block-size 32 --no-enable-prefix-caching"
-    asked += " --enforce-eager" if DEVICE == "cpu" else ""
-    command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
+    asked = f"--opt-in --dtype {dtype} --max-model-len 1024 --no-enable-prefix-caching"
     # The server has an engine process; `serve` turned that off for engines of its own.
-    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with running_server(command, processes, case.policy.with_name("server.log")) as url:
-        yield url
+    return served(case.policy, asked, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
 
 
 def send(

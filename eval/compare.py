@@ -166,7 +166,7 @@ def report_of(recorded: Recorded) -> Report:
     more: dict[str, Any] = {}
     if others:
         there = others[0].table
-        full, fixed = replay_full(there), knowing_rules(there, table)
+        full, fixed = replay_full(there), table_rules(there, table)
         for of in of_method.values():
             taken, found = choose(of, full, there.problem_index, variant)
             for one, score in zip(of, found.tolist(), strict=True):
@@ -201,7 +201,7 @@ def report_of(recorded: Recorded) -> Report:
     )
 
 
-def knowing_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
+def table_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
     """Methods that read a table alone, at their settings, with their outcomes on both tables.
 
     Those that anyone has read nothing but lengths. The hindsight oracle knows the grades, at prices

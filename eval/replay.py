@@ -9,7 +9,7 @@ can beat.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,7 +92,8 @@ def replay(
         read_tokens: (N, T) tokens that the policy has read where a trace stops at each step, where
             it is a model of its own.
     """
-    return _outcome(table, stop_weights(table, probabilities, threshold), read_tokens)
+    weights = stop_weights(table, probabilities, threshold)
+    return _outcome(table, lambda column: (weights * column).sum(axis=1), read_tokens)
 
 
 def stop_weights(
@@ -151,17 +152,17 @@ def replay_at(
     index, traces = np.asarray(step_index), len(table)
     if index.shape != (traces,) or (index < 0).any():
         raise ValueError(f"step_index has shape {index.shape}; it must hold {traces} steps >= 0")
-    weights = np.arange(table.mask.shape[1]) == np.minimum(index, table.last)[:, None]
-    return _outcome(table, weights, probe_tokens, probe_flops)
+    rows, index = np.arange(traces), np.minimum(index, table.last)
+    return _outcome(table, lambda column: column[rows, index], probe_tokens, probe_flops)
 
 
 def _outcome(
     table: TraceTable,
-    weights: npt.NDArray[Any],
+    at_stop: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
     probe_tokens: npt.NDArray[Any] | None = None,
     probe_flops: FloatArray | None = None,
 ) -> Outcome:
-    """What columns come to where traces stop at each step with these (N, T) probabilities."""
+    """What columns (N, T) come to where traces stop, or are expected to."""
     ends = np.arange(table.mask.shape[1]) == table.last[:, None]
     columns = {
         "correct": table.correct,
@@ -174,8 +175,8 @@ def _outcome(
     }
     if table.flops is not None:
         columns["flops"] = table.flops + (0.0 if probe_flops is None else probe_flops)
-    expected = {name: (weights * column).sum(axis=1) for name, column in columns.items()}
-    return Outcome.against(table.full_correct, **expected)
+    at_stops = {name: at_stop(column) for name, column in columns.items()}
+    return Outcome.against(table.full_correct, **at_stops)
 
 
 def replay_full(table: TraceTable) -> Outcome:

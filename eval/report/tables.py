@@ -274,7 +274,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
         (MODEL, "method"),
         (ACCURACY, LENGTH, AES),
         caption=f"Each method at its best AES, chosen {how}; {answer} answers. AES "
-        f"{frame['aes_label'].iloc[0]}. {mean}",
+        f"{' and '.join(frame['aes_label'].unique())}. {mean}",
         corner="Model / Method",
         name=f"best-aes-{answer}",
     )

@@ -301,8 +301,8 @@ def compare(
     if labels is None:
         raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
     if not methods and earlier:
-        if said.get("choose_on"):
-            raise typer.BadParameter("--choose-on goes with labels and methods.")
+        if said:
+            raise typer.BadParameter(f"{', '.join(said)}: said of labels and methods, not here.")
         comparisons = list(find_results(labels).values())
         for _, of_answer in grid_frame(comparisons).groupby("answer"):
             console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)

@@ -132,17 +132,12 @@ def environment() -> Iterator[Finding]:
     for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(i)
         yield Finding(f"cuda:{i}", f"{found.name}, {decimal(found.total_memory)}")
-    if torch.cuda.is_available():
-        return
-    if torch.backends.mps.is_available():
-        yield Finding("device", "mps")
-        return
-    cpu = f"cpu, {torch.get_num_threads()} threads"
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        advice = "label a base in bfloat16 with --set dtype=float32, if it fits: it is faster"
-        yield Finding("device", f"{cpu}, which computes no bfloat16", "note", advice)
-    else:
-        yield Finding("device", cpu)
+    if not torch.cuda.is_available():
+        cpu = f"cpu, {torch.get_num_threads()} threads"
+        yield Finding("device", "mps" if torch.backends.mps.is_available() else cpu)
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":
+            advice = "label a base in bfloat16 with --set dtype=float32, if it fits: it is faster"
+            yield Finding("cpu", "computes no bfloat16", "note", advice)
 
 
 def _version(distribution: str) -> str | None:

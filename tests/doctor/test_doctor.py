@@ -52,6 +52,15 @@ def test_the_embedded_reasoner() -> None:
     assert "Example trace" in report.description
 
 
+@pytest.mark.parametrize(("capability", "told"), [("AVX2", ["note"]), ("AVX512", [])])
+def test_a_cpu_without_bfloat16_is_told_of(
+    capability: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert [one.level for one in examination.environment() if one.name == "cpu"] == told
+
+
 def no_thinking(folder: Path) -> None:
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     closed = template.replace("<think>", "<think>\n\n</think>\n\n")

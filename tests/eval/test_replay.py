@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.compare import knowing_rules, worth_asking
+from ospruner.eval.compare import table_rules, worth_asking
 from ospruner.eval.evaluation import Report, Rule, bootstrap_means, choose, intervals
 from ospruner.eval.frontiers import frontiers, hull
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
@@ -216,7 +216,7 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
     def score(outcome: Outcome) -> float:
         return float(AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, *base))
 
-    found = knowing_rules(validation, test)
+    found = table_rules(validation, test)
     tokens, steps = range(int(validation.lengths.max()) + 2), range(1, 10)
     rows = (replay_budget, tokens), (replay_step, steps), (replay_drop, steps)
     for name, (replayed, values) in zip(found, rows, strict=False):  # the oracle stands last

@@ -74,3 +74,5 @@ def test_the_command_prints_table_1_and_earlier_comparisons(tmp_path: Path) -> N
     (one,) = json.loads(numbers.read_text())
     assert Results.from_dict(one).rules["method"][0] == "full trace"
     assert "59.3" in (tmp_path / "report.md").read_text("utf-8")  # of the paper
+    refused = CliRunner().invoke(app, ["compare", str(tmp_path), "--set", "model=mine"])
+    assert refused.exit_code == 2  # it names nothing anew
