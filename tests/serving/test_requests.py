@@ -6,6 +6,7 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
+from ospruner.serving import launch
 from ospruner.serving.requests import (
     CONTROL,
     DIAL,
@@ -16,7 +17,6 @@ from ospruner.serving.requests import (
     StopRequest,
     translated,
 )
-from ospruner.serving.vllm import vllm_server
 
 from ..pages import whole_commands
 
@@ -342,7 +342,7 @@ SERVED: dict[str, str | None] = {
 
 def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(vllm_server, "serve_vllm", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(launch, "serve", lambda *arguments: told.append(arguments))
     serve = whole_commands(app)["serve"]
     known = {one.opts[0] for one in serve.params if one.opts[0].startswith("-")}
     assert known == {*SERVED, "--engine"} - {"--dtype"}  # whose server it is; its own option
@@ -351,7 +351,7 @@ def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.Monkey
         given_ = [option] if value is None else [option, value]
         serve.main(["org/policy", *given_], standalone_mode=False)
         assert told[-1] != told[0], option
-        defaults = StopRequest(told[-1][1], server=True)
+        defaults = StopRequest(told[-1][2], server=True)
         assert defaults.on is (option != "--opt-in")
         if option == "--threshold":
             expected = StopPolicyConfig(mode="threshold", threshold=0.4)
