@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 GRAMMAR = "a grammar"
 """What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
 
-PROMISED = ("max_loss", "confidence", "disagreement")
-
 
 @dataclass(eq=False)
 class ServedRow:
@@ -62,7 +60,7 @@ class ServedRow:
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
-        self.counted = False  # whether the end of its thinking has been told
+        self.counted = False  # whether the end of its thinking has been
         self.asked = False  # whether somebody wants its answer now
         self.told = (0, 0)  # tokens and rethinks of its record's answer that have been told
         self._answers_at: int | None = None  # as many as were taken when somebody was heard
@@ -130,7 +128,7 @@ class ServedRow:
         """What tells whether its pruned answer differs, for JSON; None where nothing is to tell.
 
         "ids" of the request that forces the answer where it would have stopped, None where it would
-        not; "answer_ids" of its own, of "max_tokens" at most; of the "promise" what is `PROMISED`.
+        not; "answer_ids" of its own, of "max_tokens" at most; and the "promise".
         """
         text, natural = self.unpruned, self.record.reason == "natural"
         if text is None or self.promise is None or not (natural and self.complete):
@@ -143,7 +141,7 @@ class ServedRow:
             "ids": ids,
             "answer_ids": text.answer_ids,
             "max_tokens": self.plan.settings.max_answer_tokens,
-            "promise": {key: self.promise[key] for key in PROMISED},
+            "promise": {k: self.promise[k] for k in ("max_loss", "confidence", "disagreement")},
         }
 
     def may_turn(self, token: int, place: int = 1) -> bool:
@@ -171,14 +169,8 @@ class ServedRow:
     def ahead(self) -> ServedRow:
         """A copy that takes in drafted tokens, while this one waits for those that are accepted."""
         fmt = self.plan.token_format
-        kept = (self.plan, fmt, *vars(fmt).values())  # what never changes
-        known = {name: copy.copy(value) for name, value in vars(self.record).items()}
-        memo: dict[int, Any] = {id(one): one for one in kept}
-        twin = copy.copy(self)
-        twin.row = copy.deepcopy(self.row, memo | {id(self.record): StopRecord(**known)})
-        twin.unpruned = copy.deepcopy(self.unpruned)
-        twin.counted = True
-        return twin
+        kept = (self.plan, self.promise, fmt, *vars(fmt).values())  # what never changes
+        return copy.deepcopy(self, {id(one): one for one in kept})
 
 
 class RowCore:
@@ -194,8 +186,7 @@ class RowCore:
         token_format: TokenFormat,
         defaults: StopRequest,
         seed: int,  # for the draws of requests without one
-        on_end: Callable[[ServedRow], None] | None = None,  # called once, when thinking has ended
-        on_leave: Callable[[ServedRow], None] | None = None,  # with each leaving of a batch
+        on_leave: Callable[[ServedRow], None] | None = None,  # see `tell_leaving`
         on_off: Callable[[str], None] | None = None,  # called where the policy is off, with why
     ) -> None:
         defaults.settle(config)
@@ -206,7 +197,7 @@ class RowCore:
             self._bare = replace(token_format, closing_ids=token_format.think_end_ids)
         self._defaults = defaults
         self._seed = mix64(seed)
-        self._on_end, self._on_leave, self._off = on_end, on_leave, on_off or log_off
+        self._on_leave, self._off = on_leave, on_off or log_off
         self._seen = 0  # requests
         self._warned = False
 
@@ -305,17 +296,9 @@ class RowCore:
                     "hidden states, are broken"
                 )
 
-    def tell_end(self, row: ServedRow) -> None:
-        """Tells that a row's thinking has ended, unless it has been told."""
-        if not row.counted and not row.thinks:
-            row.counted = True
-            if self._on_end is not None:
-                self._on_end(row)
-
     def tell_leaving(self, row: ServedRow) -> None:
-        """Tells that a row leaves a batch: for good, or, preempted, for a while."""
-        self.tell_end(row)
-        if self._on_leave is not None and row.counted:
+        """Tells that a row which has ended its thinking leaves a batch: for good or for a while."""
+        if self._on_leave is not None and not row.thinks:
             self._on_leave(row)
 
     def shape(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
@@ -331,9 +314,6 @@ class RowCore:
                 ended.append((place, one))
         if ended:
             self._give_up(logits, ended)
-            for _, one in ended:
-                if not one.row.may_reopen:
-                    self.tell_end(one)
             complete = {
                 place: one.end_id
                 for place, one in ended

@@ -10,9 +10,7 @@ them without keeping what it saw. Bins are cut where tenths of the calibration's
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,11 +100,6 @@ def distribution(
     edges = [float(cut) for cut in cuts if values.min() < cut < math.inf]
     counts, _ = np.histogram(values, [-np.inf, *edges, np.inf], weights=weights)
     return {"edges": edges, "shares": (counts / weights.sum()).round(6).tolist()}
-
-
-def bin_of(edges: Sequence[float], value: float) -> int:
-    """The number of a value's bin."""
-    return bisect.bisect_right(edges, value)
 
 
 def observed(record: StopRecord) -> dict[str, float]:

@@ -121,7 +121,7 @@ def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
     assert seen(row) == seen(kept)
 
 
-def test_a_row_is_decided_shaped_and_told_once() -> None:
+def test_a_row_is_decided_shaped_and_told_when_it_leaves() -> None:
     fmt, told = FORMATS[0], list[ServedRow]()
     core = RowCore(OSPrunerConfig(), fmt, StopRequest(None, server=True), 0, told.append)
     a, stop = ids_of("a", ".\n\n")
@@ -136,7 +136,9 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
     core.shape(logits, [(2, one), (0, two)])
     assert logits[2].isfinite().nonzero().flatten().tolist() == [fmt.think_end_id]
     assert not logits[:2].any()
-    assert told == [one]
+    for row in (one, two):
+        core.tell_leaving(row)
+    assert told == [one]  # the other one thinks yet
     assert (one.record.reason, one.record.step_ends) == ("policy", [2])
     assert (two.record.nan_steps, two.thinks) == (1, True)
     for token in (*fmt.forced_suffix("forced"), *ids_of("a", "}")):
@@ -144,7 +146,6 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
     assert one.complete
     core.shape(logits, [(1, one)])
     assert logits[1].isfinite().nonzero().flatten().tolist() == [one.end_id]
-    assert told == [one]
 
 
 def test_an_ignored_end_of_text_ends_no_thinking() -> None:

@@ -10,6 +10,7 @@ runs. A server's `/metrics` sees the counters where vLLM and they share a folder
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import uuid
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
 from ..core import GRAMMAR, ServedRow, log_off
-from ..drift import bin_of, observed
+from ..drift import observed
 from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from .controls import ControlWatch
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
@@ -74,23 +75,21 @@ def count_off(why: str) -> None:
     _OFF.labels(why).inc()
 
 
-def count_ended(row: ServedRow) -> None:
-    """Counts a request whose thinking has ended, and what was promised of it."""
-    record, promise = row.record, row.promise
+def count_leaving(row: ServedRow) -> None:
+    """Counts a request that leaves a batch after its thinking, perhaps not for the first time.
+
+    The thinking, and what was promised of it, once; of its answer what has come since then.
+    """
+    record, promise, (tokens, rethinks) = row.record, row.promise, row.told
     labels = ("control" if row.control else "policy", record.reason)
-    _ENDED.labels(*labels).inc()
-    _TOKENS.labels(*labels).inc(record.thinking_tokens)
-    _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
-    if promise is not None and not row.control:
-        for signal, value in observed(record).items():
-            place = bin_of(promise["traffic"][signal]["edges"], value)
+    if not row.counted:
+        row.counted = True
+        _ENDED.labels(*labels).inc()
+        _TOKENS.labels(*labels).inc(record.thinking_tokens)
+        _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
+        for signal, value in observed(record).items() if promise and not row.control else ():
+            place = bisect.bisect_right(promise["traffic"][signal]["edges"], value)
             _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
-
-
-def count_answer(row: ServedRow) -> None:
-    """Counts what has come to a request's answer since it was last counted."""
-    record, (tokens, rethinks) = row.record, row.told
-    labels = ("control" if row.control else "policy", record.reason)
     _ANSWERS.labels(*labels).inc(max(record.answer_tokens - tokens, 0))
     _RETHOUGHT.labels(*labels).inc(record.rethinks > 0 and not rethinks)
     row.told = (record.answer_tokens, record.rethinks)

@@ -21,7 +21,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 
 from ..core import GRAMMAR, RowCore, ServedRow
 from ..requests import ID, StopRequest
-from .monitoring import count_answer, count_ended, count_off
+from .monitoring import count_leaving, count_off
 from .plugin import REPLY, Defaults
 
 _MOST_RECORDS = 8192  # of requests and replies with a name; the oldest are forgotten
@@ -40,7 +40,7 @@ class PolicyProcessor:
     def __init__(self, vllm_config: VllmConfig) -> None:
         model, told = vllm_config.model_config, dict[str, Any]()
         if vllm_config.parallel_config.rank == 0:  # of ranks that all do the same, one counts
-            told = {"on_end": count_ended, "on_leave": count_answer, "on_off": count_off}
+            told = {"on_leave": count_leaving, "on_off": count_off}
         tokenizer = (model.tokenizer, model.tokenizer_revision)
         self._core = RowCore.load(
             model.hf_config, *tokenizer, Defaults.of(vllm_config), model.seed, **told

@@ -242,9 +242,12 @@ def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
     defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
     changed = StopRequest(defaults | {"stop_control": 0.5}, server=True)
     monkeypatch.setattr(processor._core, "_defaults", changed)
+    last = [greedy({"stop_policy": False})]  # in its first step the others' leaving is counted
+    run(served, mixed[:1], last)
     before = counted("thinking_ended")
     params = [greedy({"stop_id": f"k{i}"}) for i in range(len(mixed))]
     outputs = run(served, mixed, params)
+    run(served, mixed[:1], last)
     end = model.token_format.think_end_id
     reasons: Counter[str] = Counter()
     for i, [ids] in enumerate(outputs):
