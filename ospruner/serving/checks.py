@@ -106,6 +106,15 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
     return found
 
 
+def base_weights(weights: Weights, config: OSPrunerConfig, own: dict[str, torch.Tensor]) -> Weights:
+    """The base's tensors by its own names; the policy's, by its own, are put into `own`."""
+    for name, tensor in merge_adapters(weights, config):
+        if name.startswith("base."):
+            yield name.removeprefix("base."), tensor
+        else:
+            own[name.removeprefix("policy.")] = tensor
+
+
 def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
     """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
 
