@@ -34,7 +34,6 @@ from modeling_ospruner.stopping_ospruner import (
     uniform,
 )
 
-from .drift import Unpruned
 from .requests import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class ServedRow:
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
-    unpruned: Unpruned | None = None  # of a control request that would stop by one
+    watched: bool = False  # whether it is told where it would have stopped by that, as control
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
@@ -70,8 +69,9 @@ class ServedRow:
         self.row = StopRow(self.plan, prompt_ids, self.sample_index)
         self.taken = len(prompt_ids)  # tokens of prompt and text that `row` has taken in
         self.complete = False  # whether its answer is, by a token that does not end a text
-        if self.unpruned is not None:
-            self.unpruned = Unpruned(list(prompt_ids))
+        self._ids = list(prompt_ids) if self.watched else []  # of prompt and text
+        self._answer_ids = list[int]()  # of these what follows what was forced
+        self._stop: int | None = None  # how many precede the policy's first stop, if there is one
 
     @property
     def record(self) -> StopRecord:
@@ -89,19 +89,18 @@ class ServedRow:
             self.row.answer_now()
         if self.row.at_boundary:
             self.decide(self.said.get(self.taken, self.plan.unasked))
-        if self.unpruned is not None:
-            self.unpruned.text_ids.append(token)
+        if self.watched:
+            self._ids.append(token)
             if self.row.phase is Phase.ANSWER:
-                self.unpruned.answer_ids.append(token)
+                self._answer_ids.append(token)
         if self.row.push(token):
             self.complete = token not in self.plan.eos_ids
         self.taken += 1
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended; notes where a control request would have stopped."""
-        text = self.unpruned
-        if text is not None and text.stop is None and self.row.wants_stop(said):
-            text.stop = len(text.text_ids)
+        if self.watched and self._stop is None and self.row.wants_stop(said):
+            self._stop = self.taken
         self.row.decide(said)
 
     def hear(self) -> None:
@@ -130,16 +129,13 @@ class ServedRow:
         "ids" of the request that forces the answer where it would have stopped, None where it would
         not; "answer_ids" of its own, of "max_tokens" at most; and the "promise".
         """
-        text, natural = self.unpruned, self.record.reason == "natural"
-        if text is None or self.promise is None or not (natural and self.complete):
+        natural = self.record.reason == "natural"
+        if not self.watched or self.promise is None or not (natural and self.complete):
             return None
-        ids = None
-        if text.stop is not None:
-            suffix = self.plan.token_format.forced_suffix("forced")
-            ids = [*text.prompt_ids, *text.text_ids[: text.stop], *suffix]
+        suffix = self.plan.token_format.forced_suffix("forced")
         return {
-            "ids": ids,
-            "answer_ids": text.answer_ids,
+            "ids": None if self._stop is None else [*self._ids[: self._stop], *suffix],
+            "answer_ids": self._answer_ids,
             "max_tokens": self.plan.settings.max_answer_tokens,
             "promise": {k: self.promise[k] for k in ("max_loss", "confidence", "disagreement")},
         }
@@ -271,7 +267,7 @@ class RowCore:
             control,
             None if prices is None or price is None else prices.place(price),
             promise,
-            Unpruned([]) if control and promise and "disagreement" in promise else None,
+            control and promise is not None and "disagreement" in promise,
         )
 
     def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:

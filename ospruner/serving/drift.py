@@ -11,7 +11,6 @@ them without keeping what it saw. Bins are cut where tenths of the calibration's
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -62,16 +61,6 @@ class Drift:
         self.differed = self.differed + now
         self.evidence = self._capital.mean(axis=1) + 1 / (self.seen + 1)
         self.highest = np.maximum(self.highest, self.evidence)
-
-
-@dataclass
-class Unpruned:
-    """The text of a control request, and where the policy would have stopped it."""
-
-    prompt_ids: list[int]
-    text_ids: list[int] = field(default_factory=list)  # what was generated so far
-    answer_ids: list[int] = field(default_factory=list)  # of that what follows what was forced
-    stop: int | None = None  # text tokens before the first stop, if there is one
 
 
 def answers_differ(one: str, other: str) -> bool:

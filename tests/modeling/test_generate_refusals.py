@@ -181,7 +181,7 @@ def test_a_closing_that_ends_the_text(model: OSPrunerForCausalLM) -> None:
 
 def test_neither_policy_nor_rule(reasoner: Reasoner) -> None:
     settings = StopPolicyConfig(mode="threshold")
-    with pytest.raises(ValueError, match="stop_policy holds no rule, and without a policy somethi"):
+    with pytest.raises(ValueError, match="stop_policy holds no rule, and there is no policy"):
         generate_with_rule(reasoner.model, reasoner.tokenizer, settings, PROMPT)
 
 
