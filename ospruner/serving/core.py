@@ -55,7 +55,6 @@ class ServedRow:
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
-    watched: bool = False  # whether it is told where it would have stopped by that, as control
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
@@ -69,7 +68,8 @@ class ServedRow:
         self.row = StopRow(self.plan, prompt_ids, self.sample_index)
         self.taken = len(prompt_ids)  # tokens of prompt and text that `row` has taken in
         self.complete = False  # whether its answer is, by a token that does not end a text
-        self._ids = list(prompt_ids) if self.watched else []  # of prompt and text
+        # Of a control request that would stop by a promise: its tokens, prompt and text.
+        self._ids = list(prompt_ids) if self.control and self.promise is not None else None
         self._answer_ids = list[int]()  # of these what follows what was forced
         self._stop: int | None = None  # how many precede the policy's first stop, if there is one
 
@@ -89,7 +89,7 @@ class ServedRow:
             self.row.answer_now()
         if self.row.at_boundary:
             self.decide(self.said.get(self.taken, self.plan.unasked))
-        if self.watched:
+        if self._ids is not None:
             self._ids.append(token)
             if self.row.phase is Phase.ANSWER:
                 self._answer_ids.append(token)
@@ -99,7 +99,7 @@ class ServedRow:
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended; notes where a control request would have stopped."""
-        if self.watched and self._stop is None and self.row.wants_stop(said):
+        if self._ids is not None and self._stop is None and self.row.wants_stop(said):
             self._stop = self.taken
         self.row.decide(said)
 
@@ -130,7 +130,7 @@ class ServedRow:
         not; "answer_ids" of its own, of "max_tokens" at most; and the "promise".
         """
         natural = self.record.reason == "natural"
-        if not self.watched or self.promise is None or not (natural and self.complete):
+        if self._ids is None or self.promise is None or not (natural and self.complete):
             return None
         suffix = self.plan.token_format.forced_suffix("forced")
         return {
@@ -267,7 +267,6 @@ class RowCore:
             control,
             None if prices is None or price is None else prices.place(price),
             promise,
-            control and promise is not None and "disagreement" in promise,
         )
 
     def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:

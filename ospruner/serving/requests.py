@@ -52,7 +52,8 @@ EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 CALIBRATION_FIELDS = (
     *("max_loss", "confidence"),  # what it allows, and how surely
     *("mode", "threshold", "price"),  # at which settings
-    *("loss", "tokens_saved", "problems", "test", "data_hash", "traffic"),  # how it was measured
+    *("loss", "tokens_saved", "problems", "test", "data_hash"),  # how it was measured
+    *("disagreement", "traffic"),  # what a server is held against
 )
 EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
 

@@ -283,8 +283,5 @@ def test_a_control_request_tells_where_the_policy_would_have_stopped() -> None:
     never = control_row([0.2, 0.3], promise).fork
     assert never is not None
     assert never["ids"] is None
-    # A promise of before, which does not say how often answers differ, and no promise at all.
-    old = {key: value for key, value in promise.items() if key != "disagreement"}
-    assert control_row([0.8], old).fork is None
     settings = {"stop_max_loss": None, "stop_threshold": 0.5}
     assert control_row([0.8], promise, **settings).fork is None
