@@ -61,6 +61,7 @@ class ServedRow:
         self.counted = False  # whether the end of its thinking has been
         self.asked = False  # whether somebody wants its answer now
         self.told = (0, 0)  # tokens and rethinks of its record's answer that have been told
+        self.most_tokens = sys.maxsize  # of prompt and text; what an engine adds is no part of it
         self._answers_at: int | None = None  # as many as were taken when somebody was heard
         self._begin(prompt_ids)
 
@@ -85,6 +86,8 @@ class ServedRow:
 
     def take(self, token: int) -> None:
         """Takes in the next token, after the step that the last one may have ended."""
+        if self.taken >= self.most_tokens:
+            return
         if self.taken == self._answers_at:
             self.row.answer_now()
         if self.row.at_boundary:
