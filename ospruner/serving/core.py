@@ -51,7 +51,6 @@ class ServedRow:
     sample_index: int  # among all rows of the run, for the draws
     end_id: int  # the token that ends it, once its answer is complete
     grammar: bool = False  # whether an engine's grammar holds, from the answer on
-    least: int = 0  # of prompt and text, before which it does not end
     control: bool = False  # whether it belongs to those that never stop
     place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
@@ -259,14 +258,13 @@ class RowCore:
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         [eos_id] = self._format.eos_ids
         eos_ids = frozenset({eos_id, *stop_ids}) if ends else frozenset(stop_ids)
-        prices, price = self._prices, settings.price
+        prices, price, stride = self._prices, settings.price, self._config.step_stride
         return ServedRow(
-            RowPlan(settings, fmt, eos_ids, self._config.step_stride, prices is not None),
+            RowPlan(settings, fmt, eos_ids, stride, prices is not None, least_tokens),
             prompt_ids,
             settings.first_sample_index,
             eos_id if end_id is None else end_id,
             grammar,
-            len(prompt_ids) + least_tokens,
             control,
             None if prices is None or price is None else prices.place(price),
             promise,
@@ -313,9 +311,7 @@ class RowCore:
         if ended:
             self._give_up(logits, ended)
             complete = {
-                place: one.end_id
-                for place, one in ended
-                if one.complete and one.taken >= one.least and not one.grammar
+                place: one.end_id for place, one in ended if one.complete and not one.grammar
             }
             shape_scores(logits, [(place, one.row) for place, one in ended], complete)
 

@@ -248,7 +248,7 @@ class _ToldReply:
                 return
             said = await _ask(self.engine, REPLY, str(self.name))
             self.controls.take(one["fork"] for one in said)
-            body = _with(self._held, _told(said))
+            body = _with(self._held, said)
             length = (b"content-length", str(len(body)).encode())
             others = [one for one in self._start["headers"] if one[0] != length[0]]
             await self.send({**self._start, "headers": [*others, length]})
@@ -257,20 +257,16 @@ class _ToldReply:
             if self._ended == len(said):
                 self.controls.take(one["fork"] for one in said)
             if self._ended >= len(said):
-                body = _with(body, _told(said))
+                body = _with(body, said)
         await self.send({**message, "body": body})
 
 
-def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a reply tells of its texts."""
-    return [{name: one[name] for name in _IN_REPLIES} for one in said]
-
-
-def _with(body: bytes, told: list[dict[str, Any]]) -> bytes:
-    """A JSON object, perhaps in an event, with what is told of its texts, if anything is."""
+def _with(body: bytes, said: list[dict[str, Any]]) -> bytes:
+    """A JSON object, perhaps in an event, with what is said of its texts, if anything is."""
     begin, brace, end = body.rpartition(b"}")
-    if not told or not brace:
+    if not said or not brace:
         return body
+    told = [{name: one[name] for name in _IN_REPLIES} for one in said]
     return begin + b',"ospruner":' + json.dumps(told).encode() + brace + end
 
 
