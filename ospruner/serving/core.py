@@ -171,6 +171,15 @@ class ServedRow:
         return copy.deepcopy(self, {id(one): one for one in kept})
 
 
+def served_format(
+    config: OSPrunerConfig, tokenizer: str, revision: str | None, defaults: StopRequest
+) -> TokenFormat:
+    """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
+    found = load_tokenizer(tokenizer, config, {"revision": revision})
+    token_format, sentence = compiled_format(config, found), defaults.fields.get("wind_down")
+    return token_format.winding_down(sentence, found) if sentence else token_format
+
+
 class RowCore:
     """What a server knows: its policy and its defaults. It admits, decides, and shapes logits.
 
@@ -198,23 +207,6 @@ class RowCore:
         self._on_leave, self._off = on_leave, on_off or log_off
         self._seen = 0  # requests
         self._warned = False
-
-    @classmethod
-    def load(
-        cls,
-        config: OSPrunerConfig,
-        tokenizer: str,
-        revision: str | None,
-        defaults: StopRequest,
-        seed: int,
-        **told: Callable[[Any], None],
-    ) -> RowCore:
-        """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
-        found = load_tokenizer(tokenizer, config, {"revision": revision})
-        token_format = compiled_format(config, found)
-        if sentence := defaults.fields.get("wind_down"):
-            token_format = token_format.winding_down(sentence, found)
-        return cls(config, token_format, defaults, seed, **told)
 
     def admit(
         self,

@@ -19,7 +19,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 
-from ..core import GRAMMAR, RowCore, ServedRow
+from ..core import GRAMMAR, RowCore, ServedRow, served_format
 from ..requests import ID, StopRequest
 from .monitoring import count_leaving, count_off
 from .plugin import REPLY, Defaults
@@ -41,10 +41,9 @@ class PolicyProcessor:
         model, told = vllm_config.model_config, dict[str, Any]()
         if vllm_config.parallel_config.rank == 0:  # of ranks that all do the same, one counts
             told = {"on_leave": count_leaving, "on_off": count_off}
-        tokenizer = (model.tokenizer, model.tokenizer_revision)
-        self._core = RowCore.load(
-            model.hf_config, *tokenizer, Defaults.of(vllm_config), model.seed, **told
-        )
+        config, defaults = model.hf_config, Defaults.of(vllm_config)
+        fmt = served_format(config, model.tokenizer, model.tokenizer_revision, defaults)
+        self._core = RowCore(config, fmt, defaults, model.seed, **told)
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._drafts = vllm_config.speculative_config is not None
         self._named: OrderedDict[tuple[str, str], list[ServedRow]] = OrderedDict()
