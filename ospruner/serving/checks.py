@@ -107,44 +107,30 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
 
 
 def base_weights(weights: Weights, config: OSPrunerConfig, own: dict[str, torch.Tensor]) -> Weights:
-    """The base's tensors by its own names; the policy's, by its own, are put into `own`."""
-    for name, tensor in merge_adapters(weights, config):
-        if name.startswith("base."):
-            yield name.removeprefix("base."), tensor
-        else:
-            own[name.removeprefix("policy.")] = tensor
+    """The base's tensors by its own names; the policy's, by its own, are put into `own`.
 
-
-def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
-    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
-
-    Yields:
-        All tensors but the adapters', and after them the tail's.
+    Those of a policy of adapters become layers: W + scale B A, in copies of the base's tensors.
 
     Raises:
         ValueError: an adapter stands beside a tensor that is quantised, or beside none.
     """
-    if not config.adapter_rank:
-        yield from weights
-        return
-    adapters: dict[str, torch.Tensor] = {}
-    copied: dict[str, torch.Tensor] = {}
-    layers = empty_policy(config, empty_base(config.get_text_config())).copied
-    names = {f"base.model.layers.{number}.": f"layers.{i}." for i, number in enumerate(layers)}
-    names["base.model.norm."] = "norm."
-    for name, tensor in weights:
-        if name.startswith("policy.tail."):
-            adapters[name.removeprefix("policy.tail.")] = tensor
+    names, copied = dict[str, str](), dict[str, torch.Tensor]()
+    if config.adapter_rank:
+        layers = empty_policy(config, empty_base(config.get_text_config())).copied
+        names = {f"model.layers.{number}.": f"tail.layers.{i}." for i, number in enumerate(layers)}
+        names["model.norm."] = "tail.norm."
+    for place, tensor in weights:
+        name = place.removeprefix("base.")
+        if name == place:
+            own[place.removeprefix("policy.")] = tensor
             continue
         for theirs, ours in names.items():
             if name.startswith(theirs):
                 copied[ours + name.removeprefix(theirs)] = tensor
         yield name, tensor
-    for name, down in adapters.items():  # (r, in)
-        module, found, _ = name.partition(".lora_A.")
-        if not found:
-            continue
-        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
+    for name in [one for one in own if ".lora_A." in one]:
+        module = name.partition(".lora_A.")[0]
+        down, up = own.pop(name), own.pop(name.replace(".lora_A.", ".lora_B."))  # (r, in), (out, r)
         weight = copied.get(f"{module}.weight")
         if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
             raise ValueError(
@@ -153,4 +139,4 @@ def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
             )
         change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
         copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
-    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
+    own.update(copied)
