@@ -57,9 +57,9 @@ class ServedRow:
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
-        self.counted = False  # whether the end of its thinking has been
         self.asked = False  # whether somebody wants its answer now
-        self.told = (0, 0)  # tokens and rethinks of its record's answer that have been told
+        # Tokens and rethinks of its answer that have been counted; None: neither has its thinking.
+        self.told: tuple[int, int] | None = None
         self.most_tokens = sys.maxsize  # of prompt and text; what an engine adds is no part of it
         self._answers_at: int | None = None  # as many as were taken when somebody was heard
         self._begin(prompt_ids)
@@ -318,7 +318,7 @@ class RowCore:
             if score == -math.inf:
                 one.row.forced.clear()
                 one.row.end()
-                one.record.reason, one.counted = "length", True
+                one.record.reason, one.told = "length", (0, 0)
                 self._off(f"{GRAMMAR}, which holds in the thinking already")
 
 

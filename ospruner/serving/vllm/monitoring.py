@@ -43,24 +43,16 @@ _BUDGETS = {  # the one of the budgets' names that vLLM reads on a route, where 
     "/v1/messages/count_tokens": "thinking.budget_tokens",
     "/v1/responses": "",
 }
-_LABELS = ("group", "reason")
-_ENDED = Counter(
-    "ospruner_thinking_ended_total",
-    "Requests whose thinking has ended: group is policy or control, reason policy, budget, natural",
-    _LABELS,
-)
-_TOKENS = Counter(
-    "ospruner_thinking_tokens_total", "Thinking tokens of the requests that have ended it", _LABELS
-)
-_ANSWERS = Counter(
-    "ospruner_answer_tokens_total", "Answer tokens of the requests that have ended it", _LABELS
-)
-_RETHOUGHT = Counter(
-    "ospruner_rethought_total", "Of these, requests whose answer thinks on", _LABELS
-)
-_SQUARES = Counter(
-    "ospruner_thinking_squares_total", "Their squares, summed: for an interval", _LABELS
-)
+_COUNTERS = {
+    name: Counter(f"ospruner_{name}_total", what, ("group", "reason"))
+    for name, what in {
+        "thinking_ended": "Requests whose thinking has ended; group is policy or control",
+        "thinking_tokens": "Thinking tokens of the requests that have ended it",
+        "thinking_squares": "Their squares, summed: for an interval",
+        "answer_tokens": "Answer tokens of the requests that have ended their thinking",
+        "rethought": "Of these, requests whose answer thinks on",
+    }.items()
+}
 _PROMISED = Counter(
     "ospruner_promised_total",
     "Requests that stopped as a calibration promised, by the bins of the calibration's traces",
@@ -80,18 +72,17 @@ def count_leaving(row: ServedRow) -> None:
 
     The thinking, and what was promised of it, once; of its answer what has come since then.
     """
-    record, promise, (tokens, rethinks) = row.record, row.promise, row.told
-    labels = ("control" if row.control else "policy", record.reason)
-    if not row.counted:
-        row.counted = True
-        _ENDED.labels(*labels).inc()
-        _TOKENS.labels(*labels).inc(record.thinking_tokens)
-        _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
+    record, promise, (tokens, rethinks) = row.record, row.promise, row.told or (0, 0)
+    new: dict[str, float] = {"answer_tokens": max(record.answer_tokens - tokens, 0)}
+    new["rethought"] = record.rethinks > 0 and not rethinks
+    if row.told is None:
+        thought = record.thinking_tokens
+        new |= {"thinking_ended": 1, "thinking_tokens": thought, "thinking_squares": thought**2}
         for signal, value in observed(record).items() if promise and not row.control else ():
             place = bisect.bisect_right(promise["traffic"][signal]["edges"], value)
             _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
-    _ANSWERS.labels(*labels).inc(max(record.answer_tokens - tokens, 0))
-    _RETHOUGHT.labels(*labels).inc(record.rethinks > 0 and not rethinks)
+    for name, amount in new.items():
+        _COUNTERS[name].labels("control" if row.control else "policy", record.reason).inc(amount)
     row.told = (record.answer_tokens, record.rethinks)
 
 

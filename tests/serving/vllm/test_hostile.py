@@ -294,8 +294,7 @@ def test_counters_have_no_labels_of_a_request() -> None:
         for control in (False, True):
             record = StopRecord(reason=reason, thinking_tokens=3)
             for _ in range(50):
-                row = Namespace(record=record, control=control, counted=False, promise=None)
-                row.told = (0, 0)
+                row = Namespace(record=record, control=control, told=None, promise=None)
                 for _ in range(2):  # preempted once
                     monitoring.count_leaving(row)
     told = pytest.importorskip("prometheus_client").generate_latest().decode()
@@ -304,8 +303,7 @@ def test_counters_have_no_labels_of_a_request() -> None:
     assert sorted(series) == sorted(f'group="{g}",reason="{r}"' for g in groups for r in reasons)
     assert counted("thinking_ended", group="control", reason="policy") == 50
     record = StopRecord(reason="length")
-    row = Namespace(record=record, control=True, told=(0, 0), counted=True)
-    row.promise = None
+    row = Namespace(record=record, control=True, told=(0, 0), promise=None)
     for tokens, rethinks, wanted in ((4, 0, 0), (4, 0, 0), (9, 2, 1), (12, 3, 1)):
         row.record.answer_tokens, row.record.rethinks = tokens, rethinks
         monitoring.count_leaving(row)
