@@ -48,11 +48,9 @@ class ServedRow:
 
     plan: RowPlan  # as in generate
     prompt_ids: InitVar[Sequence[int]]
-    sample_index: int  # among all rows of the run, for the draws
     end_id: int  # the token that ends it, once its answer is complete
     grammar: bool = False  # whether an engine's grammar holds, from the answer on
     control: bool = False  # whether it belongs to those that never stop
-    place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
@@ -65,7 +63,7 @@ class ServedRow:
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self.row = StopRow(self.plan, prompt_ids, self.sample_index)
+        self.row = StopRow(self.plan, prompt_ids, self.plan.settings.first_sample_index)
         self.taken = len(prompt_ids)  # tokens of prompt and text that `row` has taken in
         self.complete = False  # whether its answer is, by a token that does not end a text
         # Of a control request that would stop by a promise: its tokens, prompt and text.
@@ -250,15 +248,13 @@ class RowCore:
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         [eos_id] = self._format.eos_ids
         eos_ids = frozenset({eos_id, *stop_ids}) if ends else frozenset(stop_ids)
-        prices, price, stride = self._prices, settings.price, self._config.step_stride
+        priced, stride = self._prices is not None, self._config.step_stride
         return ServedRow(
-            RowPlan(settings, fmt, eos_ids, stride, prices is not None, least_tokens),
+            RowPlan(settings, fmt, eos_ids, stride, priced, least_tokens),
             prompt_ids,
-            settings.first_sample_index,
             eos_id if end_id is None else end_id,
             grammar,
             control,
-            None if prices is None or price is None else prices.place(price),
             promise,
         )
 
@@ -271,7 +267,8 @@ class RowCore:
         logits = outputs[:, 0]
         prices: list[float | None] = [None] * len(rows)
         if self._prices is not None:
-            logits = price_logits(outputs, torch.tensor([one.place for one in rows]))
+            asked = [self._prices.place(one.plan.settings.price or 0.0) for one in rows]
+            logits = price_logits(outputs, torch.tensor(asked))
             prices = [self._prices.price_at(place) for place in price_places(outputs).tolist()]
         for row, signal, price in zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True):
             said = Said(signal, price) if row.row.asks else row.plan.unasked

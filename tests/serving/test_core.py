@@ -65,9 +65,9 @@ FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN, SHORT)]
 def served(fmt: TokenFormat, prompt: list[int], **said: Any) -> Any:
     """A request that is stopped so."""
     config = OSPrunerConfig()
-    settings = StopPolicyConfig(**said).with_defaults(config)
+    settings = StopPolicyConfig(**said, first_sample_index=3).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
-    return ServedRow(RowPlan(settings, fmt, eos), prompt, 3, IDS["<eos>"])
+    return ServedRow(RowPlan(settings, fmt, eos), prompt, IDS["<eos>"])
 
 
 def seen(row: ServedRow) -> tuple[Any, ...]:
@@ -206,8 +206,6 @@ def test_a_report_is_json_where_numbers_are_not() -> None:
 
 def test_requests_are_admitted_as_they_and_the_server_say() -> None:
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2], price=1e-3)
-    prices = config.prices
-    assert prices is not None
 
     def core(**defaults: Any) -> RowCore:
         return RowCore(config, FORMATS[0], StopRequest(defaults, server=True), 5)
@@ -215,13 +213,15 @@ def test_requests_are_admitted_as_they_and_the_server_say() -> None:
     server = core(stop_policy=True, stop_price=2e-4)
     rows = [server.admit(extra, [], []) for extra in (None, {"stop_price": 1e-2}, {"stop_seed": 7})]
     one, dear, seeded = [row for row in rows if row is not None]
-    assert [row.place for row in (one, dear)] == [prices.place(2e-4), prices.place(1e-2)]
+    assert [row.plan.settings.price for row in (one, dear)] == [2e-4, 1e-2]
     assert one.plan.settings.seed == dear.plan.settings.seed != 5  # the server's, mixed
-    assert (one.sample_index, dear.sample_index) == (1, 2)
-    assert (seeded.plan.settings.seed, seeded.sample_index, seeded.end_id) == (7, 0, IDS["<eos>"])
+    indices = [one.plan.settings.first_sample_index for one in (one, dear, seeded)]
+    assert indices == [1, 2, 0]
+    assert (seeded.plan.settings.seed, seeded.end_id) == (7, IDS["<eos>"])
     third = server.admit({"stop_seed": 7, "stop_sample_index": 4}, [], [9], end_id=9, text=2)
     assert third is not None
-    assert (third.sample_index, third.end_id, third.plan.eos_ids) == (
+    index = third.plan.settings.first_sample_index
+    assert (index, third.end_id, third.plan.eos_ids) == (
         6,
         9,
         frozenset({IDS["<eos>"], 9}),
