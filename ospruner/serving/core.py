@@ -169,6 +169,13 @@ class ServedRow:
         return copy.deepcopy(self, {id(one): one for one in kept})
 
 
+@functools.cache  # a parser is made for each request
+def format_of(policy: str) -> TokenFormat:
+    """How a policy's base thinks, by the policy's folder or Hub id."""
+    config = OSPrunerConfig.from_pretrained(policy)
+    return compiled_format(config, load_tokenizer(policy, config, {}))
+
+
 def served_format(
     config: OSPrunerConfig, tokenizer: str, revision: str | None, defaults: StopRequest
 ) -> TokenFormat:

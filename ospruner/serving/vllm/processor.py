@@ -6,7 +6,6 @@ of its batches; `plugin.py` chooses.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from abc import abstractmethod
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 
-from ..core import GRAMMAR, RowCore, ServedRow, served_format
+from ..core import GRAMMAR, RowCore, ServedRow, format_of, served_format
 from ..requests import ID, StopRequest
 from .monitoring import count_leaving, count_off
 from .plugin import REPLY, Defaults
@@ -152,8 +151,7 @@ def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
     made, params = _detokenizer_of(tokenizer, request), request.sampling_params
     looks = tokenizer is not None and params.stop and request.prompt_token_ids is not None
     if looks and StopRequest(params.extra_args).settings(Defaults.here) is not None:
-        fmt = importlib.import_module(f"{__package__}.parser").format_of(tokenizer.name_or_path)
-        keep_thinking(made, fmt, request.prompt_token_ids)
+        keep_thinking(made, format_of(tokenizer.name_or_path), request.prompt_token_ids)
     return made
 
 
