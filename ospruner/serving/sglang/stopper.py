@@ -25,11 +25,9 @@ class Stopper:
     def __init__(self, runner: Any) -> None:
         arguments, config = runner.server_args, runner.model_config.hf_config
         defaults, where = server_defaults(config), arguments.tokenizer_path or arguments.model_path
-        fmt, seed = (
-            served_format(config, where, arguments.revision, defaults),
-            arguments.random_seed,
-        )
-        self._core = RowCore(config, fmt, defaults, seed or 0, on_off=self._note_off)
+        fmt = served_format(config, where, arguments.revision, defaults)
+        seed = arguments.random_seed or 0
+        self._core = RowCore(config, fmt, defaults, seed, on_off=self._note_off)
         self._why: str | None = None  # the policy was off for the last request
         self._runner = runner
         runner.model.hold(len(runner.req_to_token_pool.req_to_token))
