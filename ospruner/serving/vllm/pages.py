@@ -21,19 +21,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
-from ..checks import Works
-
-ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
-QUERIES_WORK: Works = {  # with what it was run
-    "cache_config.cache_dtype": (
-        ("auto", "float32", "bfloat16", "float16"),
-        "leave --kv-cache-dtype out, for it reads the base's keys and values unquantised",
-    ),
-    # It runs where steps end, which other ranks do not know of.
-    "parallel_config.data_parallel_size": ((1,), ONE_RANK),
-    "parallel_config.decode_context_parallel_size": ((1,), ONE_RANK),
-}
-
 _NORMS_OF_KEYS = ("k_norm", "k_layernorm")
 
 
