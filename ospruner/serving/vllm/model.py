@@ -38,6 +38,8 @@ from .servable import TAPPED, check_start, check_windows, class_of_base
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
+_NORMS_OF_KEYS = {"k_norm", "k_layernorm"}
+
 
 class StopHead(nn.Linear):
     """H to 1, or to 6 for every price, in float32; it keeps what it says of a step."""
@@ -305,13 +307,13 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         }
         # As checkpoints name and stack them: vLLM's models read no other form.
         stored = revert_weight_conversion(policy.tail, named)
-        model, parts = self.base.model, {"layers": tail.layers, "norm": tail.norm}
-        with patch.multiple(model, config=tail.config, **parts):
+        model = self.base.model
+        with patch.multiple(model, config=tail.config, layers=tail.layers, norm=tail.norm):
             found = self.base.load_weights((f"model.{name}", one) for name, one in stored.items())
         loaded = {name.replace("model.", "tail.", 1) for name in found}
-        if self._pages is not None:
-            keys = {f"tail.{name}" for name, _ in tail.named_parameters()}
-            loaded |= {name for name in keys if self._pages.unread(name)}
+        if self._pages is not None:  # keys are the base's, and their norms are not read
+            parts = ((name, name.split(".")) for name, _ in tail.named_parameters())
+            loaded |= {f"tail.{name}" for name, of in parts if not _NORMS_OF_KEYS.isdisjoint(of)}
         if not self._config.adapter_rank:
             # Never trained: it shows which base the policy was made for.
             where = self._config.base_model_name_or_path

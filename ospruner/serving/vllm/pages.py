@@ -21,8 +21,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
-_NORMS_OF_KEYS = ("k_norm", "k_layernorm")
-
 
 def _attention_of(layer: nn.Module) -> Attention:
     [found] = [one for one in layer.modules() if isinstance(one, Attention)]
@@ -96,11 +94,6 @@ class Pages:
     def keep(self, entering: torch.Tensor) -> None:
         """Keeps what a tail reads (`StoppingPolicy.outputs`), (T, R), until rows are asked."""
         self._entering[: entering.shape[0]].copy_(entering)
-
-    @staticmethod
-    def unread(name: str) -> bool:
-        """Whether a parameter of the tail belongs to keys, which are the base's."""
-        return any(part in _NORMS_OF_KEYS for part in name.split("."))
 
     def ends(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows end, whose places in vLLM's batch are (K,) int64.
