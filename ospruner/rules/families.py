@@ -17,8 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from . import signals
-from .signals import Same, StepEnd
+from .signals import (
+    Same,
+    StepEnd,
+    agreement,
+    answers_tried,
+    confidence,
+    confirmed,
+    entropy,
+    repeats,
+    repetition,
+    run_jump,
+    steps,
+    thinking_entropy,
+    tokens,
+    whole_entropy,
+)
 
 __all__ = [
     "FAMILIES",
@@ -46,17 +60,17 @@ Ask = Literal["trial_answer", "text", "thinking_entropy"]
 ASKS: frozenset[Ask] = frozenset(get_args(Ask))
 
 _NEEDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
-    (signals.tokens, "", ""),
-    (signals.steps, "", ""),
-    (signals.entropy, "trial_answer", "forced_entropy"),
-    (signals.confidence, "trial_answer", "forced_logprob"),
-    (signals.agreement, "trial_answer text", ""),
-    (signals.run_jump, "trial_answer text", ""),
-    (signals.whole_entropy, "trial_answer", "forced_answer_entropy"),
-    (signals.thinking_entropy, "thinking_entropy", ""),
-    (signals.repetition, "text", ""),
-    (signals.repeats, "text", ""),
-    (signals.confirmed, "trial_answer text", "forced_logprob"),
+    (tokens, "", ""),
+    (steps, "", ""),
+    (entropy, "trial_answer", "forced_entropy"),
+    (confidence, "trial_answer", "forced_logprob"),
+    (agreement, "trial_answer text", ""),
+    (run_jump, "trial_answer text", ""),
+    (whole_entropy, "trial_answer", "forced_answer_entropy"),
+    (thinking_entropy, "thinking_entropy", ""),
+    (repetition, "text", ""),
+    (repeats, "text", ""),
+    (confirmed, "trial_answer text", "forced_logprob"),
 )
 """What our own signals ask step ends for, and the column of labels that they need."""
 
@@ -274,7 +288,7 @@ def _settings(signal: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(signal).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= _settings(signals.answers_tried)
+            found |= _settings(answers_tried)
         elif parameter.default is not parameter.empty:
             found[name] = parameter.default
     return found
@@ -289,23 +303,19 @@ _EVERY_64 = {
 }
 _BEFORE_WAIT = {"max_tokens": 20, "transition_words": ("Wait",), "trials": 10}
 
-Budget = Family("budget", signals.tokens, "fixed budget", "tokens", low=1, **_COUNT)
-Step = Family("step", signals.steps, "fixed step", "step", low=1, **_COUNT)
-AnswerEntropy = Family(
-    "entropy", signals.entropy, "answer entropy", "nats", "<=", high=math.log(20)
-)
-TrialConfidence = Family("confidence", signals.confidence, "trial confidence", low=_SURE)
-Agreement = Family("agreement", signals.agreement, "answer agreement", "answers", low=2, **_COUNT)
+Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT)
+Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT)
+AnswerEntropy = Family("entropy", entropy, "answer entropy", "nats", "<=", high=math.log(20))
+TrialConfidence = Family("confidence", confidence, "trial confidence", low=_SURE)
+Agreement = Family("agreement", agreement, "answer agreement", "answers", low=2, **_COUNT)
 Dynasor = replace(Agreement, name="dynasor", method="Dynasor", settings=_EVERY_64)
-RunJump = Family("es-cot", signals.run_jump, "ES-CoT", "jump", low=1, **_COUNT)
-HaltCot = Family("halt-cot", signals.whole_entropy, "HALT-CoT", "bits", "<", high=1e3)
-Deer = Family("deer", signals.confidence, "DEER", stops=">", low=_SURE, settings=_BEFORE_WAIT)
-ThinkJustEnough = Family(
-    "just-enough", signals.thinking_entropy, "Think Just Enough", "bits", "<=", high=5
-)
-Refrain = Family("refrain", signals.repetition, "REFRAIN")
-Loops = Family("loops", signals.repeats, "loops", "repeats", low=1, **_COUNT)
-Puma = Family("puma", signals.confirmed, "PUMA-like")
+RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, **_COUNT)
+HaltCot = Family("halt-cot", whole_entropy, "HALT-CoT", "bits", "<", high=1e3)
+Deer = Family("deer", confidence, "DEER", stops=">", low=_SURE, settings=_BEFORE_WAIT)
+ThinkJustEnough = Family("just-enough", thinking_entropy, "Think Just Enough", "bits", "<=", high=5)
+Refrain = Family("refrain", repetition, "REFRAIN")
+Loops = Family("loops", repeats, "loops", "repeats", low=1, **_COUNT)
+Puma = Family("puma", confirmed, "PUMA-like")
 
 FAMILIES = {one.name: one for one in list(vars().values()) if isinstance(one, Family)}
 """The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of
