@@ -49,13 +49,13 @@ KEYS = {
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """What clients call how much thinking they want, from little to all."""
 
-CALIBRATION_FIELDS = (
+CALIBRATION_FIELDS: tuple[str, ...] = (
     *("max_loss", "confidence"),  # what it allows, and how surely
     *("mode", "threshold", "price"),  # at which settings
     *("loss", "tokens_saved", "problems", "test", "data_hash"),  # how it was measured
     *("disagreement", "traffic"),  # what a server is held against
 )
-EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
+EFFORT_FIELDS: tuple[str, ...] = ("mode", "threshold", "price", "tokens", "share", "loss")
 
 OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
 """What other work, and generate's beams, call a price; refused with its name."""
