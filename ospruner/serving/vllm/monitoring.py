@@ -78,9 +78,10 @@ def count_leaving(row: ServedRow) -> None:
     if row.told is None:
         thought = record.thinking_tokens
         new |= {"thinking_ended": 1, "thinking_tokens": thought, "thinking_squares": thought**2}
-        for signal, value in observed(record).items() if promise and not row.control else ():
-            place = bisect.bisect_right(promise["traffic"][signal]["edges"], value)
-            _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+        if promise is not None and not row.control:
+            for signal, value in observed(record).items():
+                place = bisect.bisect_right(promise["traffic"][signal]["edges"], value)
+                _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
     for name, amount in new.items():
         _COUNTERS[name].labels("control" if row.control else "policy", record.reason).inc(amount)
     row.told = (record.answer_tokens, record.rethinks)
