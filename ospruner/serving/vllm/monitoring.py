@@ -165,6 +165,23 @@ def _places(path: str) -> tuple[str, str]:
     return "vllm_xargs", _BUDGETS.get(path, "thinking_token_budget")
 
 
+def apart(told: bytes) -> bytes:
+    """A part of a streamed chat, where one delta holds reasoning and more, as two of one kind."""
+    if not told.startswith(b"data: {") or b'"reasoning":"' not in told:
+        return told
+    first = json.loads(told.removeprefix(b"data: "))
+    [choice] = first["choices"]
+    rest = {k: v for k, v in choice["delta"].items() if k not in ("role", "reasoning")}
+    if not (rest.get("content") or rest.get("tool_calls")):
+        return told
+    told_once = {k: v for k, v in choice.items() if k not in ("token_ids", "logprobs")}
+    second = {**first, "choices": [{**told_once, "delta": rest}]}
+    thought = {k: v for k, v in choice["delta"].items() if k not in rest}
+    first = {k: v for k, v in first.items() if k != "usage"}
+    first["choices"] = [{**choice, "delta": thought, "finish_reason": None}]
+    return b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in (first, second))
+
+
 class _Bodies:
     """Middleware that looks at each body of JSON, whatever route it is posted to, and its reply."""
 
@@ -199,8 +216,8 @@ class _Bodies:
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
         headers = [] if why is None else [(_OFF_HEADER, f"off: {why}".encode())]
-        watch = state.ospruner_controls
-        reply = _ToldReply(send, state.ospruner_engine, watch, name, headers)
+        chat, watch = scope["path"].endswith("/chat/completions"), state.ospruner_controls
+        reply = _ToldReply(send, state.ospruner_engine, watch, name, headers, chat)
         await self._app(scope, again, reply)
 
 
@@ -216,6 +233,7 @@ class _ToldReply:
     controls: ControlWatch
     name: str | None  # the reply's; None where nothing is added
     headers: list[tuple[bytes, bytes]]  # that it gets
+    chat: bool
 
     def __post_init__(self) -> None:
         self._start: Message = {}
@@ -234,6 +252,7 @@ class _ToldReply:
                 await self.send(message)
             return
         body: bytes = message.get("body", b"")
+        body = apart(body) if self.chat else body
         if self._whole:
             self._held += body
             if message.get("more_body"):

@@ -223,6 +223,35 @@ def test_each_route_is_checked(small_app: SmallApp) -> None:
         assert small_app.client.post(path, data={"max_thinking_tokens": 3}).status_code == 404
 
 
+def test_no_delta_of_a_stream_holds_reasoning_and_content(small_app: SmallApp) -> None:
+    """Each is told once, with its token ids and its end at the right place."""
+    call = [{"index": 0, "function": {"name": "add"}}]
+    thought = {"reasoning": "I add."}
+    for delta, wanted in (
+        (thought, [thought]),
+        ({"content": '"reasoning":"'}, [{"content": '"reasoning":"'}]),
+        *(
+            (thought | more, [thought, more])
+            for more in (
+                {"content": "5"},
+                {"tool_calls": call},
+                {"content": "5", "tool_calls": call},
+            )
+        ),
+    ):
+        choice = {"index": 0, "delta": delta, "finish_reason": "stop", "token_ids": [1, 2]}
+        piece = json.dumps({"id": "a", "choices": [choice]}, separators=(",", ":"))
+        small_app.pieces = [piece, "[DONE]"]
+        reply = small_app.client.post("/v1/chat/completions", json={})
+        *told, done, end = reply.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
+        assert [one["delta"] for one in choices] == wanted
+        ends = ["stop"] if len(wanted) == 1 else [None, "stop"]
+        assert [one["finish_reason"] for one in choices] == ends
+        assert [one.get("token_ids") for one in choices] == [[1, 2], None][: len(wanted)]
+
+
 def test_a_reply_tells_how_the_thinking_of_its_texts_ended() -> None:
     app, told = SmallApp(), {"reason": "policy", "thinking_tokens": 0, "price": 0.5}
     app.texts = 2
