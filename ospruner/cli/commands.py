@@ -389,16 +389,9 @@ def serve(
     for name, value in fields_of(context, SERVING).items():
         key = name if name.endswith("_tokens") else f"stop_{name}"
         settings[key] = _by_effort(value) if name == "efforts" else value
-    if engine == "sglang":
-        from ospruner.serving.sglang.sglang_server import serve_sglang
+    from ospruner.serving import launch
 
-        serve_sglang(policy, settings, context.args)
-    elif engine == "vllm":
-        from ospruner.serving.vllm.vllm_server import serve_vllm
-
-        serve_vllm(policy, settings, context.args)
-    else:
-        raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
+    launch.serve(engine, policy, settings, context.args)
 
 
 @app.command(rich_help_panel=USE)

@@ -152,26 +152,6 @@ class Family:
             )
         return cls(rule.__name__, rule, low=-MANY, high=MANY)
 
-    def measure(self, ends: Iterable[StepEnd], same: Same, **settings: Any) -> Iterator[float]:
-        """The signal at the step ends of one row, one by one.
-
-        Raises:
-            TypeError: it is no number.
-        """
-        signal_of: Callable[..., Any] = self.signal
-        if inspect.isgeneratorfunction(signal_of):
-            measured: Iterable[Any] = signal_of(ends, same, **settings)
-        else:
-            measured = map(partial(signal_of, **settings), ends)
-        for signal in measured:
-            try:
-                yield float(signal)
-            except (TypeError, ValueError):
-                raise TypeError(
-                    f"rule {self.name!r} gave {signal!r} at a step's end; it must give a number, "
-                    "NaN where it measures nothing"
-                ) from None
-
     @property
     def never(self) -> float:
         """The threshold that stops nothing, or next to nothing."""
@@ -261,8 +241,24 @@ class StopRule:
         return self.family.asks | words
 
     def measure(self, ends: Iterable[StepEnd]) -> Iterator[float]:
-        """Its signal at the step ends of one row, one by one; NaN where it measures nothing."""
-        return self.family.measure(ends, self.same, **self.settings)
+        """Its signal at the step ends of one row, one by one; NaN where it measures nothing.
+
+        Raises:
+            TypeError: it is no number.
+        """
+        signal_of: Callable[..., Any] = self.family.signal
+        if inspect.isgeneratorfunction(signal_of):
+            measured: Iterable[Any] = signal_of(ends, self.same, **self.settings)
+        else:
+            measured = map(partial(signal_of, **self.settings), ends)
+        for signal in measured:
+            try:
+                yield float(signal)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"rule {self.family.name!r} gave {signal!r} at a step's end; it must give a "
+                    "number, NaN where it measures nothing"
+                ) from None
 
     def for_row(self) -> Callable[[StepEnd], tuple[bool, float | None]]:
         """For a row that starts thinking, to be called at each step end in turn.

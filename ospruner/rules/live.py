@@ -69,11 +69,6 @@ def generate_with_rule(
         TypeError, ValueError: as `generate_pruned`, or the settings hold no rule.
     """
     settings = StopPolicyConfig.of(stop_policy)
-    if settings.rule is None:
-        raise ValueError(
-            "stop_policy holds no rule, and without a policy something has to decide: pass a rule, "
-            "such as rules.AnswerEntropy(0.4), or rules.Budget(1000)"
-        )
     if token_format is None:
         token_format = TokenFormat.compile(guess(tokenizer), tokenizer)
     return generate_pruned(

@@ -1,9 +1,8 @@
-"""Which policies an engine can serve: looked at by `ospruner serve`, and once when it starts."""
+"""Which policies an engine can serve: looked at once, when it starts."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -19,11 +18,7 @@ from modeling_ospruner.modeling_ospruner import (
     read_tensors,
 )
 from modeling_ospruner.policy_ospruner import ADAPTER_SCALE
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner import provenance
 from ospruner.bases import empty_base
-
-from .requests import StopRequest
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Tensors as an engine reads them: by their names in their files, the base's under `base.`."""
@@ -111,36 +106,31 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
     return found
 
 
-def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
-    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
+def base_weights(weights: Weights, config: OSPrunerConfig, own: dict[str, torch.Tensor]) -> Weights:
+    """The base's tensors by its own names; the policy's, by its own, are put into `own`.
 
-    Yields:
-        All tensors but the adapters', and after them the tail's.
+    Those of a policy of adapters become layers: W + scale B A, in copies of the base's tensors.
 
     Raises:
         ValueError: an adapter stands beside a tensor that is quantised, or beside none.
     """
-    if not config.adapter_rank:
-        yield from weights
-        return
-    adapters: dict[str, torch.Tensor] = {}
-    copied: dict[str, torch.Tensor] = {}
-    layers = empty_policy(config, empty_base(config.get_text_config())).copied
-    names = {f"base.model.layers.{number}.": f"layers.{i}." for i, number in enumerate(layers)}
-    names["base.model.norm."] = "norm."
-    for name, tensor in weights:
-        if name.startswith("policy.tail."):
-            adapters[name.removeprefix("policy.tail.")] = tensor
+    names, copied = dict[str, str](), dict[str, torch.Tensor]()
+    if config.adapter_rank:
+        layers = empty_policy(config, empty_base(config.get_text_config())).copied
+        names = {f"model.layers.{number}.": f"tail.layers.{i}." for i, number in enumerate(layers)}
+        names["model.norm."] = "tail.norm."
+    for place, tensor in weights:
+        name = place.removeprefix("base.")
+        if name == place:
+            own[place.removeprefix("policy.")] = tensor
             continue
         for theirs, ours in names.items():
             if name.startswith(theirs):
                 copied[ours + name.removeprefix(theirs)] = tensor
         yield name, tensor
-    for name, down in adapters.items():  # (r, in)
-        module, found, _ = name.partition(".lora_A.")
-        if not found:
-            continue
-        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
+    for name in [one for one in own if ".lora_A." in one]:
+        module = name.partition(".lora_A.")[0]
+        down, up = own.pop(name), own.pop(name.replace(".lora_A.", ".lora_B."))  # (r, in), (out, r)
         weight = copied.get(f"{module}.weight")
         if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
             raise ValueError(
@@ -149,48 +139,4 @@ def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
             )
         change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
         copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
-    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
-
-
-def engine_options(arguments: Sequence[str]) -> Namespace:
-    """What an engine's own arguments say that we need to know."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--revision", default="main")
-    parser.add_argument("--reasoning-parser")
-    parser.add_argument("--gpu-memory-utilization", type=float)
-    parser.add_argument("--kv-cache-memory-bytes")
-    return parser.parse_known_args(arguments)[0]
-
-
-def served_policy(
-    policy: str,  # its folder or Hub id
-    asked: StopRequest,  # the server's defaults, which what the policy promises is put into
-    arguments: Sequence[str],  # the engine's own
-    ours: Sequence[str],  # options that `ospruner serve` sets
-) -> OSPrunerConfig:
-    """The configuration of a policy that is to be served; what that is, is printed.
-
-    Raises:
-        ValueError: no policy, wrong defaults, or an option that is set here.
-        OSError: the policy is not found.
-    """
-    if given := [one for one in arguments if one.partition("=")[0] in ours]:
-        raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
-    provenance.check_policy_place(policy)
-    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(
-        policy, revision=engine_options(arguments).revision
-    )
-    asked.settle(config)
-    settings = StopPolicyConfig(**asked.fields).with_defaults(config)
-    how = "by draws" if settings.mode == "sample" else f"from probability {settings.threshold:g} on"
-    promises = [
-        f"at most {one['max_loss']:.3g} of accuracy lost, with confidence {one['confidence']:g}"
-        for one in config.calibrations or []
-    ]
-    print(
-        f"Serving {policy} on {config.base_model_name_or_path}: "
-        f"{'stops' if asked.on else 'stops those who ask,'} {how}, at price {settings.price:g} of "
-        f"a token by default; promises: {'; '.join(promises) or 'none'}",
-        flush=True,
-    )
-    return config
+    own.update(copied)

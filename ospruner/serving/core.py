@@ -34,15 +34,12 @@ from modeling_ospruner.stopping_ospruner import (
     uniform,
 )
 
-from .drift import Unpruned
 from .requests import StopRequest
 
 logger = logging.getLogger(__name__)
 
 GRAMMAR = "a grammar"
 """What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
-
-PROMISED = ("max_loss", "confidence", "disagreement")
 
 
 @dataclass(eq=False)
@@ -51,29 +48,28 @@ class ServedRow:
 
     plan: RowPlan  # as in generate
     prompt_ids: InitVar[Sequence[int]]
-    sample_index: int  # among all rows of the run, for the draws
     end_id: int  # the token that ends it, once its answer is complete
     grammar: bool = False  # whether an engine's grammar holds, from the answer on
-    least: int = 0  # of prompt and text, before which it does not end
     control: bool = False  # whether it belongs to those that never stop
-    place: float | None = None  # of its price, in the policy's range; None: a policy of one price
     promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
-    unpruned: Unpruned | None = None  # of a control request that would stop by one
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.said: dict[int, Said] = {}  # what the policy has said at step ends, by `taken`
-        self.counted = False  # whether the end of its thinking has been told
         self.asked = False  # whether somebody wants its answer now
-        self.told = (0, 0)  # tokens and rethinks of its record's answer that have been told
+        # Tokens and rethinks of its answer that have been counted; None: neither has its thinking.
+        self.told: tuple[int, int] | None = None
+        self.most_tokens = sys.maxsize  # of prompt and text; what an engine adds is no part of it
         self._answers_at: int | None = None  # as many as were taken when somebody was heard
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self.row = StopRow(self.plan, prompt_ids, self.sample_index)
+        self.row = StopRow(self.plan, prompt_ids, self.plan.settings.first_sample_index)
         self.taken = len(prompt_ids)  # tokens of prompt and text that `row` has taken in
         self.complete = False  # whether its answer is, by a token that does not end a text
-        if self.unpruned is not None:
-            self.unpruned = Unpruned(list(prompt_ids))
+        # Of a control request that would stop by a promise: its tokens, prompt and text.
+        self._ids = list(prompt_ids) if self.control and self.promise is not None else None
+        self._answer_ids = list[int]()  # of these what follows what was forced
+        self._stop: int | None = None  # how many precede the policy's first stop, if there is one
 
     @property
     def record(self) -> StopRecord:
@@ -87,23 +83,24 @@ class ServedRow:
 
     def take(self, token: int) -> None:
         """Takes in the next token, after the step that the last one may have ended."""
+        if self.taken >= self.most_tokens:
+            return
         if self.taken == self._answers_at:
             self.row.answer_now()
         if self.row.at_boundary:
             self.decide(self.said.get(self.taken, self.plan.unasked))
-        if self.unpruned is not None:
-            self.unpruned.text_ids.append(token)
+        if self._ids is not None:
+            self._ids.append(token)
             if self.row.phase is Phase.ANSWER:
-                self.unpruned.answer_ids.append(token)
+                self._answer_ids.append(token)
         if self.row.push(token):
             self.complete = token not in self.plan.eos_ids
         self.taken += 1
 
     def decide(self, said: Said) -> None:
         """Decides on the step that has ended; notes where a control request would have stopped."""
-        text = self.unpruned
-        if text is not None and text.stop is None and self.row.wants_stop(said):
-            text.stop = len(text.text_ids)
+        if self._ids is not None and self._stop is None and self.row.wants_stop(said):
+            self._stop = self.taken
         self.row.decide(said)
 
     def hear(self) -> None:
@@ -130,20 +127,17 @@ class ServedRow:
         """What tells whether its pruned answer differs, for JSON; None where nothing is to tell.
 
         "ids" of the request that forces the answer where it would have stopped, None where it would
-        not; "answer_ids" of its own, of "max_tokens" at most; of the "promise" what is `PROMISED`.
+        not; "answer_ids" of its own, of "max_tokens" at most; and the "promise".
         """
-        text, natural = self.unpruned, self.record.reason == "natural"
-        if text is None or self.promise is None or not (natural and self.complete):
+        natural = self.record.reason == "natural"
+        if self._ids is None or self.promise is None or not (natural and self.complete):
             return None
-        ids = None
-        if text.stop is not None:
-            suffix = self.plan.token_format.forced_suffix("forced")
-            ids = [*text.prompt_ids, *text.text_ids[: text.stop], *suffix]
+        suffix = self.plan.token_format.forced_suffix("forced")
         return {
-            "ids": ids,
-            "answer_ids": text.answer_ids,
+            "ids": None if self._stop is None else [*self._ids[: self._stop], *suffix],
+            "answer_ids": self._answer_ids,
             "max_tokens": self.plan.settings.max_answer_tokens,
-            "promise": {key: self.promise[key] for key in PROMISED},
+            "promise": {k: self.promise[k] for k in ("max_loss", "confidence", "disagreement")},
         }
 
     def may_turn(self, token: int, place: int = 1) -> bool:
@@ -171,14 +165,24 @@ class ServedRow:
     def ahead(self) -> ServedRow:
         """A copy that takes in drafted tokens, while this one waits for those that are accepted."""
         fmt = self.plan.token_format
-        kept = (self.plan, fmt, *vars(fmt).values())  # what never changes
-        known = {name: copy.copy(value) for name, value in vars(self.record).items()}
-        memo: dict[int, Any] = {id(one): one for one in kept}
-        twin = copy.copy(self)
-        twin.row = copy.deepcopy(self.row, memo | {id(self.record): StopRecord(**known)})
-        twin.unpruned = copy.deepcopy(self.unpruned)
-        twin.counted = True
-        return twin
+        kept = (self.plan, self.promise, fmt, *vars(fmt).values())  # what never changes
+        return copy.deepcopy(self, {id(one): one for one in kept})
+
+
+@functools.cache  # a parser is made for each request
+def format_of(policy: str) -> TokenFormat:
+    """How a policy's base thinks, by the policy's folder or Hub id."""
+    config = OSPrunerConfig.from_pretrained(policy)
+    return compiled_format(config, load_tokenizer(policy, config, {}))
+
+
+def served_format(
+    config: OSPrunerConfig, tokenizer: str, revision: str | None, defaults: StopRequest
+) -> TokenFormat:
+    """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
+    found = load_tokenizer(tokenizer, config, {"revision": revision})
+    token_format, sentence = compiled_format(config, found), defaults.fields.get("wind_down")
+    return token_format.winding_down(sentence, found) if sentence else token_format
 
 
 class RowCore:
@@ -194,8 +198,7 @@ class RowCore:
         token_format: TokenFormat,
         defaults: StopRequest,
         seed: int,  # for the draws of requests without one
-        on_end: Callable[[ServedRow], None] | None = None,  # called once, when thinking has ended
-        on_leave: Callable[[ServedRow], None] | None = None,  # with each leaving of a batch
+        on_leave: Callable[[ServedRow], None] | None = None,  # see `tell_leaving`
         on_off: Callable[[str], None] | None = None,  # called where the policy is off, with why
     ) -> None:
         defaults.settle(config)
@@ -206,26 +209,9 @@ class RowCore:
             self._bare = replace(token_format, closing_ids=token_format.think_end_ids)
         self._defaults = defaults
         self._seed = mix64(seed)
-        self._on_end, self._on_leave, self._off = on_end, on_leave, on_off or log_off
+        self._on_leave, self._off = on_leave, on_off or log_off
         self._seen = 0  # requests
         self._warned = False
-
-    @classmethod
-    def load(
-        cls,
-        config: OSPrunerConfig,
-        tokenizer: str,
-        revision: str | None,
-        defaults: StopRequest,
-        seed: int,
-        **told: Callable[[Any], None],
-    ) -> RowCore:
-        """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
-        found = load_tokenizer(tokenizer, config, {"revision": revision})
-        token_format = compiled_format(config, found)
-        if sentence := defaults.fields.get("wind_down"):
-            token_format = token_format.winding_down(sentence, found)
-        return cls(config, token_format, defaults, seed, **told)
 
     def admit(
         self,
@@ -269,18 +255,14 @@ class RowCore:
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         [eos_id] = self._format.eos_ids
         eos_ids = frozenset({eos_id, *stop_ids}) if ends else frozenset(stop_ids)
-        prices, price = self._prices, settings.price
+        priced, stride = self._prices is not None, self._config.step_stride
         return ServedRow(
-            RowPlan(settings, fmt, eos_ids, self._config.step_stride, prices is not None),
+            RowPlan(settings, fmt, eos_ids, stride, priced, least_tokens),
             prompt_ids,
-            settings.first_sample_index,
             eos_id if end_id is None else end_id,
             grammar,
-            len(prompt_ids) + least_tokens,
             control,
-            None if prices is None or price is None else prices.place(price),
             promise,
-            Unpruned([]) if control and promise and "disagreement" in promise else None,
         )
 
     def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:
@@ -292,7 +274,8 @@ class RowCore:
         logits = outputs[:, 0]
         prices: list[float | None] = [None] * len(rows)
         if self._prices is not None:
-            logits = price_logits(outputs, torch.tensor([one.place for one in rows]))
+            asked = [self._prices.place(one.plan.settings.price or 0.0) for one in rows]
+            logits = price_logits(outputs, torch.tensor(asked))
             prices = [self._prices.price_at(place) for place in price_places(outputs).tolist()]
         for row, signal, price in zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True):
             said = Said(signal, price) if row.row.asks else row.plan.unasked
@@ -305,17 +288,9 @@ class RowCore:
                     "hidden states, are broken"
                 )
 
-    def tell_end(self, row: ServedRow) -> None:
-        """Tells that a row's thinking has ended, unless it has been told."""
-        if not row.counted and not row.thinks:
-            row.counted = True
-            if self._on_end is not None:
-                self._on_end(row)
-
     def tell_leaving(self, row: ServedRow) -> None:
-        """Tells that a row leaves a batch: for good, or, preempted, for a while."""
-        self.tell_end(row)
-        if self._on_leave is not None and row.counted:
+        """Tells that a row which has ended its thinking leaves a batch: for good or for a while."""
+        if self._on_leave is not None and not row.thinks:
             self._on_leave(row)
 
     def shape(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
@@ -331,13 +306,8 @@ class RowCore:
                 ended.append((place, one))
         if ended:
             self._give_up(logits, ended)
-            for _, one in ended:
-                if not one.row.may_reopen:
-                    self.tell_end(one)
             complete = {
-                place: one.end_id
-                for place, one in ended
-                if one.complete and one.taken >= one.least and not one.grammar
+                place: one.end_id for place, one in ended if one.complete and not one.grammar
             }
             shape_scores(logits, [(place, one.row) for place, one in ended], complete)
 
@@ -352,7 +322,7 @@ class RowCore:
             if score == -math.inf:
                 one.row.forced.clear()
                 one.row.end()
-                one.record.reason, one.counted = "length", True
+                one.record.reason, one.told = "length", (0, 0)
                 self._off(f"{GRAMMAR}, which holds in the thinking already")
 
 

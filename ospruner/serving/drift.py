@@ -10,10 +10,7 @@ them without keeping what it saw. Bins are cut where tenths of the calibration's
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -66,16 +63,6 @@ class Drift:
         self.highest = np.maximum(self.highest, self.evidence)
 
 
-@dataclass
-class Unpruned:
-    """The text of a control request, and where the policy would have stopped it."""
-
-    prompt_ids: list[int]
-    text_ids: list[int] = field(default_factory=list)  # what was generated so far
-    answer_ids: list[int] = field(default_factory=list)  # of that what follows what was forced
-    stop: int | None = None  # text tokens before the first stop, if there is one
-
-
 def answers_differ(one: str, other: str) -> bool:
     """Whether two forced answers differ, but for white space: the same in calibration and server.
 
@@ -102,11 +89,6 @@ def distribution(
     edges = [float(cut) for cut in cuts if values.min() < cut < math.inf]
     counts, _ = np.histogram(values, [-np.inf, *edges, np.inf], weights=weights)
     return {"edges": edges, "shares": (counts / weights.sum()).round(6).tolist()}
-
-
-def bin_of(edges: Sequence[float], value: float) -> int:
-    """The number of a value's bin."""
-    return bisect.bisect_right(edges, value)
 
 
 def observed(record: StopRecord) -> dict[str, float]:

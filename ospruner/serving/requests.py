@@ -49,12 +49,13 @@ KEYS = {
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """What clients call how much thinking they want, from little to all."""
 
-CALIBRATION_FIELDS = (
+CALIBRATION_FIELDS: tuple[str, ...] = (
     *("max_loss", "confidence"),  # what it allows, and how surely
     *("mode", "threshold", "price"),  # at which settings
-    *("loss", "tokens_saved", "problems", "test", "data_hash", "traffic"),  # how it was measured
+    *("loss", "tokens_saved", "problems", "test", "data_hash"),  # how it was measured
+    *("disagreement", "traffic"),  # what a server is held against
 )
-EFFORT_FIELDS = ("mode", "threshold", "price", "tokens", "share", "loss")
+EFFORT_FIELDS: tuple[str, ...] = ("mode", "threshold", "price", "tokens", "share", "loss")
 
 OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
 """What other work, and generate's beams, call a price; refused with its name."""
@@ -172,13 +173,12 @@ def _effort(body: Mapping[str, Any]) -> str | None:
 
 def check_measured(config: OSPrunerConfig) -> None:
     """Refuses an edited row of what `ospruner calibrate` has measured: a promise or an effort."""
-    rows: list[tuple[str, tuple[str, ...], dict[str, Any]]]
-    rows = [("calibrations", CALIBRATION_FIELDS, one) for one in config.calibrations or []]
-    for name, one in (config.efforts or {}).items():
+    for name in config.efforts or ():
         check_choice("the policy's efforts", "a name", name, EFFORTS)
-        rows.append(("efforts", EFFORT_FIELDS, one))
-    for held, known, one in rows:
-        owner = f"the policy's {held}"
+    promises, efforts = config.calibrations or [], (config.efforts or {}).values()
+    rows = [("the policy's calibrations", CALIBRATION_FIELDS, one) for one in promises]
+    rows += [("the policy's efforts", EFFORT_FIELDS, one) for one in efforts]
+    for owner, known, one in rows:
         if not set(known) <= set(one):
             raise ValueError(
                 f"{owner} holds {shown(one)}; each must have the fields {', '.join(known)}: make "

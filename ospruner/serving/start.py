@@ -14,6 +14,9 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
+PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
+"""The environment variable that names the Python of SGLang's environment, where it is not ours."""
+
 
 @dataclass(frozen=True)
 class ServingEngine:
@@ -81,7 +84,8 @@ SGLANG = ServingEngine(
     name="SGLang",
     packages=("sglang",),
     versions="==0.5.23.*",  # its insides change with each release
-    install="pip install sglang==0.5.23",
+    install="pip install sglang==0.5.23 in an environment of its own, because its pins contradict "
+    f"ours, and there `pip install --no-deps ospruner`; name its Python in {PYTHON_VARIABLE}",
     untested="OSPRUNER_UNTESTED_SGLANG",
     plugin="ospruner.serving.sglang.hooks",
 )

@@ -157,7 +157,7 @@ def test_what_cannot_stop(reasoner: Reasoner, model: OSPrunerForCausalLM) -> Non
     end = model.token_format.think_end_id
     message = rf"the tokens \[{end}\] close the thinking .* and are eos_token_id, too"
     refused(model, ValueError, message, PROMPT, eos_token_id=[0, end])
-    with pytest.raises(ValueError, match="stop_policy holds no rule, and without a policy somethi"):
+    with pytest.raises(ValueError, match="stop_policy holds no rule, and there is no policy"):
         generate_with_rule(reasoner.model, reasoner.tokenizer, StopPolicyConfig(), PROMPT)
     with pytest.raises(ValueError, match="generate_batch cannot stop"):
         model.generate_batch([[5, 6]], stop_policy=True)

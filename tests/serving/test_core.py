@@ -64,9 +64,9 @@ FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN, SHORT)]
 def served(fmt: TokenFormat, prompt: list[int], **said: Any) -> Any:
     """A request that is stopped so."""
     config = OSPrunerConfig()
-    settings = StopPolicyConfig(**said).with_defaults(config)
+    settings = StopPolicyConfig(**said, first_sample_index=3).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
-    return ServedRow(RowPlan(settings, fmt, eos), prompt, 3, IDS["<eos>"])
+    return ServedRow(RowPlan(settings, fmt, eos), prompt, IDS["<eos>"])
 
 
 def follow(tokens: Iterable[int], *rows: ServedRow) -> None:
@@ -124,7 +124,7 @@ def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
     assert seen(row) == seen(kept)
 
 
-def test_a_row_is_decided_shaped_and_told_once() -> None:
+def test_a_row_is_decided_shaped_and_told_when_it_leaves() -> None:
     fmt, told = FORMATS[0], list[ServedRow]()
     core = RowCore(OSPrunerConfig(), fmt, StopRequest(None, server=True), 0, told.append)
     one, two = (served(fmt, [*fmt.think_start_ids], threshold=0.5) for _ in range(2))
@@ -136,14 +136,15 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
     core.shape(logits, [(2, one), (0, two)])
     assert logits[2].isfinite().nonzero().flatten().tolist() == [fmt.think_end_id]
     assert not logits[:2].any()
-    assert told == [one]
+    for row in (one, two):
+        core.tell_leaving(row)
+    assert told == [one]  # the other one thinks yet
     assert (one.record.reason, one.record.step_ends) == ("policy", [2])
     assert (two.record.nan_steps, two.thinks) == (1, True)
     follow((*fmt.forced_suffix("forced"), *ids_of("a", "}")), one)
     assert one.complete
     core.shape(logits, [(1, one)])
     assert logits[1].isfinite().nonzero().flatten().tolist() == [one.end_id]
-    assert told == [one]
 
 
 def test_an_ignored_end_of_text_ends_no_thinking() -> None:
@@ -196,8 +197,6 @@ def test_a_report_is_json_where_numbers_are_not() -> None:
 
 def test_requests_are_admitted_as_they_and_the_server_say() -> None:
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2], price=1e-3)
-    prices = config.prices
-    assert prices is not None
 
     def core(**defaults: Any) -> RowCore:
         return RowCore(config, FORMATS[0], StopRequest(defaults, server=True), 5)
@@ -205,13 +204,14 @@ def test_requests_are_admitted_as_they_and_the_server_say() -> None:
     server = core(stop_policy=True, stop_price=2e-4)
     rows = [server.admit(extra, [], []) for extra in (None, {"stop_price": 1e-2}, {"stop_seed": 7})]
     one, dear, seeded = [row for row in rows if row is not None]
-    assert [row.place for row in (one, dear)] == [prices.place(2e-4), prices.place(1e-2)]
+    assert [row.plan.settings.price for row in (one, dear)] == [2e-4, 1e-2]
     assert one.plan.settings.seed == dear.plan.settings.seed != 5  # the server's, mixed
-    assert (one.sample_index, dear.sample_index) == (1, 2)
-    assert (seeded.plan.settings.seed, seeded.sample_index, seeded.end_id) == (7, 0, IDS["<eos>"])
+    indices = [one.plan.settings.first_sample_index for one in (one, dear, seeded)]
+    assert indices == [1, 2, 0]
+    assert (seeded.plan.settings.seed, seeded.end_id) == (7, IDS["<eos>"])
     third = server.admit({"stop_seed": 7, "stop_sample_index": 4}, [], [9], end_id=9, text=2)
     assert third is not None
-    assert (third.sample_index, third.end_id) == (6, 9)
+    assert (third.plan.settings.first_sample_index, third.end_id) == (6, 9)
     assert third.plan.eos_ids == {IDS["<eos>"], 9}
     # Over HTTP these are refused; an error in the engine would end all requests.
     for wrong in ({"stop_price": 0.5}, {"stop_treshold": 1}, {"stop_policy": False}):
@@ -266,7 +266,4 @@ def test_a_control_request_tells_where_the_policy_would_have_stopped() -> None:
     never = control_row([0.2, 0.3], promise).fork
     assert never is not None
     assert never["ids"] is None
-    # A promise of before, which does not say how often answers differ, and no promise at all.
-    old = {key: value for key, value in promise.items() if key != "disagreement"}
-    assert control_row([0.8], old).fork is None
     assert control_row([0.8], promise, stop_max_loss=None, stop_threshold=0.5).fork is None

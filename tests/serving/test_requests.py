@@ -6,8 +6,8 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
+from ospruner.serving import launch
 from ospruner.serving.requests import CONTROL, DIAL, ID, KEYS, OF_SERVERS, StopRequest, translated
-from ospruner.serving.vllm import vllm_server
 
 from ..pages import whole_commands
 
@@ -286,7 +286,7 @@ SERVED = (
 
 def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(vllm_server, "serve_vllm", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(launch, "serve", lambda *arguments: told.append(arguments))
     serve = whole_commands(app)["serve"]
     known = {one.opts[0] for one in serve.params if one.opts[0].startswith("-")}
     tried = {option.split()[0] for option in SERVED}
@@ -295,7 +295,7 @@ def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.Monkey
     for option in SERVED:
         serve.main(["org/policy", *option.split()], standalone_mode=False)
         assert told[-1] != told[0], option
-        defaults = StopRequest(told[-1][1], server=True)
+        defaults = StopRequest(told[-1][2], server=True)
         assert defaults.on is (option != "--opt-in")
         if option == "--threshold 0.4":
             assert StopRequest({}).settings(defaults) == StopPolicyConfig(threshold=0.4)

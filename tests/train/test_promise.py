@@ -151,7 +151,7 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     found, efforts = json.loads(numbers.read_text()), OSPrunerConfig.from_pretrained(policy).efforts
     assert (found["problems"], found["test"], found["threshold"]) == (60, "exact", None)
     (stored,) = promises_of(policy)
-    more = {"disagreement", "full_accuracy", "natural_accuracy"}
+    more = {"full_accuracy", "natural_accuracy"}
     assert set(stored) == {*CALIBRATION_FIELDS, *more}
     assert f"right in {stored['full_accuracy']:.1%}; the natural answer there is right in" in said
     wanted = (None, found["value"]) if kind else (found["value"], 0.5)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core import RowCore, ServedRow, log_off
+from ..core import RowCore, ServedRow, log_off, served_format
 from .custom_params import excluded, server_defaults
 
 _OURS = "_ospruner"  # of SGLang's own object of a request: its row, until its record is told
@@ -23,15 +23,11 @@ class Stopper:
     """Stops requests of SGLang's model runner; see the module."""
 
     def __init__(self, runner: Any) -> None:
-        arguments = runner.server_args
-        self._core = RowCore.load(
-            runner.model_config.hf_config,
-            arguments.tokenizer_path or arguments.model_path,
-            arguments.revision,
-            server_defaults(runner.model_config.hf_config),
-            arguments.random_seed or 0,
-            on_off=self._note_off,
-        )
+        arguments, config = runner.server_args, runner.model_config.hf_config
+        defaults, where = server_defaults(config), arguments.tokenizer_path or arguments.model_path
+        fmt = served_format(config, where, arguments.revision, defaults)
+        seed = arguments.random_seed or 0
+        self._core = RowCore(config, fmt, defaults, seed, on_off=self._note_off)
         self._why: str | None = None  # the policy was off for the last request
         self._runner = runner
         runner.model.hold(len(runner.req_to_token_pool.req_to_token))

@@ -26,14 +26,7 @@ from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
 from ospruner.bases import empty_base
 
-from ..checks import (
-    Weights,
-    Works,
-    check_policy,
-    check_settings,
-    merge_adapters,
-    quantisation,
-)
+from ..checks import Weights, Works, base_weights, check_policy, check_settings, quantisation
 from .custom_params import check_tuning
 
 _TAPS = ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture")  # both count alike
@@ -223,7 +216,7 @@ class OSPrunerSGLang(nn.Module):
     def load_weights(self, weights: Weights) -> None:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
         own: dict[str, torch.Tensor] = {}
-        self.base.load_weights(self._without_own(merge_adapters(weights, self._config), own))
+        self.base.load_weights(base_weights(weights, self._config, own))
         theirs = self.base.model.norm.weight
         for place, module in (("head", self.head), ("tail.norm", self.norm)):
             for name, parameter in module.named_parameters():
@@ -232,14 +225,6 @@ class OSPrunerSGLang(nn.Module):
         # Never trained: it shows which base the policy was made for.
         where = self._config.base_model_name_or_path
         check_norm(self.norm.weight, theirs, "norm.weight", self._config, where)
-
-    @staticmethod
-    def _without_own(weights: Weights, own: dict[str, torch.Tensor]) -> Weights:
-        for name, tensor in weights:
-            if name.startswith("base."):
-                yield name.removeprefix("base."), tensor
-            else:
-                own[name.removeprefix("policy.")] = tensor
 
     def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fills the copies as the base is filled: they take the places of its layers meanwhile."""

@@ -7,7 +7,6 @@ short request of its own forces the answer there, after the reply was sent.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from prometheus_client import Counter, Gauge
 from vllm import SamplingParams, TokensPrompt
 from vllm.logger import init_logger
 
+from ..core import format_of
 from ..drift import Drift, answers_differ
 from ..requests import ON
 
@@ -95,9 +95,7 @@ class ControlWatch:
 
     def _answer(self, ids: Sequence[int]) -> str:
         """What stands in the box; all of it where it does not close."""
-        # Not before there is a reply: the import changes how vLLM splits them.
-        parsers = importlib.import_module(f"{__package__}.parser")
-        fmt = parsers.format_of(self._engine.model_config.tokenizer)
+        fmt = format_of(self._engine.model_config.tokenizer)
         box, read = fmt.box_state(), list[int]()
         for token in ids:
             read.append(token)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Sequence
-from types import MethodType
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -24,19 +24,21 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import SupportsEagle3, is_hybrid
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
 from ospruner.bases import empty_base
 
-from ..checks import Weights, check_base_weights, merge_adapters, quantisation
+from ..checks import Weights, base_weights, check_base_weights, quantisation
 from .pages import Pages, most_tokens
 from .plugin import architecture
 from .servable import TAPPED, check_start, check_windows, class_of_base
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
+
+_NORMS_OF_KEYS = {"k_norm", "k_layernorm"}
 
 
 class StopHead(nn.Linear):
@@ -130,33 +132,6 @@ class _Tail(nn.Module):
             return last
         hidden, _ = self.norm(hidden, residual)
         return hidden
-
-
-class _Loading(nn.Module):
-    """A tail that is filled as vLLM's own model of the base is: by its methods, borrowed."""
-
-    def __init__(self, tail: _Tail, base: Any) -> None:
-        super().__init__()
-        self.layers, self.norm, self.config = tail.layers, tail.norm, tail.config
-        vars(self)["_base"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        own = vars(self)["_modules"].get(name)
-        if own is not None:
-            return own
-        found = getattr(vars(self)["_base"].model, name)
-        return MethodType(found.__func__, self) if isinstance(found, MethodType) else found
-
-    def load(self, weights: Weights) -> set[str]:
-        """Takes tensors as transformers names them."""
-        base = vars(self)["_base"]
-        mapper: WeightsMapper | None = vars(type(base)).get("hf_to_vllm_mapper")
-        weights = weights if mapper is None else mapper.apply(weights)
-        own = getattr(type(base.model), "load_weights", None)
-        loaded: set[str] = (
-            own(self, weights) if own else AutoWeightsLoader(self).load_weights(weights)
-        )
-        return loaded
 
 
 def _weights_of(layer: nn.Module) -> set[tuple[str, torch.Size]]:
@@ -309,37 +284,40 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         logits: torch.Tensor | None = self.base.compute_logits(hidden)
         return logits
 
-    @staticmethod
-    def _without_tail(weights: Weights, tail: list[tuple[str, torch.Tensor]]) -> Weights:
-        for name, tensor in weights:
-            if name.startswith("tail."):
-                tail.append((name.removeprefix("tail."), tensor))
-            else:
-                yield name, tensor
-
     def load_weights(self, weights: Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
-        weights = merge_adapters(weights, self._config)
-        mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
-        tail: list[tuple[str, torch.Tensor]] = []
-        others = self._without_tail(mapper.apply(weights), tail)
-        loaded: set[str] = AutoWeightsLoader(self).load_weights(others)
+        own: dict[str, torch.Tensor] = {}
+        given = base_weights(weights, self._config, own)
+        loaded = {f"base.{name}" for name in self.base.load_weights(given)}
+        for name, parameter in self.head.named_parameters():
+            parameter.data.copy_(own[f"head.{name}"])
+            loaded.add(f"head.{name}")
         if self.tail is not None:
-            # As checkpoints name and stack them: vLLM's models read no other form.
-            policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
-            assert policy.tail is not None
-            stored = revert_weight_conversion(policy.tail, dict(tail)).items()
-            loaded |= {f"tail.{name}" for name in _Loading(self.tail, self.base).load(stored)}
-        if self._pages is not None and self.tail is not None:
-            keys = {f"tail.{name}" for name, _ in self.tail.named_parameters()}
-            loaded |= {name for name in keys if self._pages.unread(name)}
-        if self.tail is not None and not self._config.adapter_rank:
-            # Never trained: it shows which base the policy was made for.
-            own, theirs = self.tail.norm.weight, self.base.model.norm.weight
-            where = self._config.base_model_name_or_path
-            check_norm(own, theirs, "norm.weight", self._config, where)
+            loaded |= self._fill(self.tail, own)
         # A base that was not on this machine at the start is now.
         check_base_weights(self._config, self._download_dir)
+        return loaded
+
+    def _fill(self, tail: _Tail, own: Mapping[str, torch.Tensor]) -> set[str]:
+        """Fills the tail as vLLM fills the base, in whose decoder it stands meanwhile."""
+        policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
+        assert policy.tail is not None
+        named = {
+            name.removeprefix("tail."): one for name, one in own.items() if name.startswith("tail.")
+        }
+        # As checkpoints name and stack them: vLLM's models read no other form.
+        stored = revert_weight_conversion(policy.tail, named)
+        model = self.base.model
+        with patch.multiple(model, config=tail.config, layers=tail.layers, norm=tail.norm):
+            found = self.base.load_weights((f"model.{name}", one) for name, one in stored.items())
+        loaded = {name.replace("model.", "tail.", 1) for name in found}
+        if self._pages is not None:  # keys are the base's, and their norms are not read
+            parts = ((name, name.split(".")) for name, _ in tail.named_parameters())
+            loaded |= {f"tail.{name}" for name, of in parts if not _NORMS_OF_KEYS.isdisjoint(of)}
+        if not self._config.adapter_rank:
+            # Never trained: it shows which base the policy was made for.
+            where = self._config.base_model_name_or_path
+            check_norm(tail.norm.weight, model.norm.weight, "norm.weight", self._config, where)
         return loaded
 
 

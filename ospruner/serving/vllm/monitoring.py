@@ -10,6 +10,7 @@ runs. A server's `/metrics` sees the counters where vLLM and they share a folder
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import uuid
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
 from ..core import GRAMMAR, ServedRow, log_off
-from ..drift import bin_of, observed
+from ..drift import observed
 from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
 from .controls import ControlWatch
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
@@ -42,24 +43,16 @@ _BUDGETS = {  # the one of the budgets' names that vLLM reads on a route, where 
     "/v1/messages/count_tokens": "thinking.budget_tokens",
     "/v1/responses": "",
 }
-_LABELS = ("group", "reason")
-_ENDED = Counter(
-    "ospruner_thinking_ended_total",
-    "Requests whose thinking has ended: group is policy or control, reason policy, budget, natural",
-    _LABELS,
-)
-_TOKENS = Counter(
-    "ospruner_thinking_tokens_total", "Thinking tokens of the requests that have ended it", _LABELS
-)
-_ANSWERS = Counter(
-    "ospruner_answer_tokens_total", "Answer tokens of the requests that have ended it", _LABELS
-)
-_RETHOUGHT = Counter(
-    "ospruner_rethought_total", "Of these, requests whose answer thinks on", _LABELS
-)
-_SQUARES = Counter(
-    "ospruner_thinking_squares_total", "Their squares, summed: for an interval", _LABELS
-)
+_COUNTERS = {
+    name: Counter(f"ospruner_{name}_total", what, ("group", "reason"))
+    for name, what in {
+        "thinking_ended": "Requests whose thinking has ended; group is policy or control",
+        "thinking_tokens": "Thinking tokens of the requests that have ended it",
+        "thinking_squares": "Their squares, summed: for an interval",
+        "answer_tokens": "Answer tokens of the requests that have ended their thinking",
+        "rethought": "Of these, requests whose answer thinks on",
+    }.items()
+}
 _PROMISED = Counter(
     "ospruner_promised_total",
     "Requests that stopped as a calibration promised, by the bins of the calibration's traces",
@@ -74,25 +67,23 @@ def count_off(why: str) -> None:
     _OFF.labels(why).inc()
 
 
-def count_ended(row: ServedRow) -> None:
-    """Counts a request whose thinking has ended, and what was promised of it."""
-    record, promise = row.record, row.promise
-    labels = ("control" if row.control else "policy", record.reason)
-    _ENDED.labels(*labels).inc()
-    _TOKENS.labels(*labels).inc(record.thinking_tokens)
-    _SQUARES.labels(*labels).inc(record.thinking_tokens**2)
-    if promise is not None and not row.control:
-        for signal, value in observed(record).items():
-            place = bin_of(promise["traffic"][signal]["edges"], value)
-            _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+def count_leaving(row: ServedRow) -> None:
+    """Counts a request that leaves a batch after its thinking, perhaps not for the first time.
 
-
-def count_answer(row: ServedRow) -> None:
-    """Counts what has come to a request's answer since it was last counted."""
-    record, (tokens, rethinks) = row.record, row.told
-    labels = ("control" if row.control else "policy", record.reason)
-    _ANSWERS.labels(*labels).inc(max(record.answer_tokens - tokens, 0))
-    _RETHOUGHT.labels(*labels).inc(record.rethinks > 0 and not rethinks)
+    The thinking, and what was promised of it, once; of its answer what has come since then.
+    """
+    record, promise, (tokens, rethinks) = row.record, row.promise, row.told or (0, 0)
+    new: dict[str, float] = {"answer_tokens": max(record.answer_tokens - tokens, 0)}
+    new["rethought"] = record.rethinks > 0 and not rethinks
+    if row.told is None:
+        thought = record.thinking_tokens
+        new |= {"thinking_ended": 1, "thinking_tokens": thought, "thinking_squares": thought**2}
+        if promise is not None and not row.control:
+            for signal, value in observed(record).items():
+                place = bisect.bisect_right(promise["traffic"][signal]["edges"], value)
+                _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+    for name, amount in new.items():
+        _COUNTERS[name].labels("control" if row.control else "policy", record.reason).inc(amount)
     row.told = (record.answer_tokens, record.rethinks)
 
 
@@ -268,7 +259,7 @@ class _ToldReply:
                 return
             said = await _ask(self.engine, REPLY, str(self.name))
             self.controls.take(one["fork"] for one in said)
-            body = _with(self._held, _told(said))
+            body = _with(self._held, said)
             length = (b"content-length", str(len(body)).encode())
             others = [one for one in self._start["headers"] if one[0] != length[0]]
             await self.send({**self._start, "headers": [*others, length]})
@@ -277,20 +268,16 @@ class _ToldReply:
             if self._ended == len(said):
                 self.controls.take(one["fork"] for one in said)
             if self._ended >= len(said):
-                body = _with(body, _told(said))
+                body = _with(body, said)
         await self.send({**message, "body": body})
 
 
-def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a reply tells of its texts."""
-    return [{name: one[name] for name in _IN_REPLIES} for one in said]
-
-
-def _with(body: bytes, told: list[dict[str, Any]]) -> bytes:
-    """A JSON object, perhaps in an event, with what is told of its texts, if anything is."""
+def _with(body: bytes, said: list[dict[str, Any]]) -> bytes:
+    """A JSON object, perhaps in an event, with what is said of its texts, if anything is."""
     begin, brace, end = body.rpartition(b"}")
-    if not told or not brace:
+    if not said or not brace:
         return body
+    told = [{name: one[name] for name in _IN_REPLIES} for one in said]
     return begin + b',"ospruner":' + json.dumps(told).encode() + brace + end
 
 

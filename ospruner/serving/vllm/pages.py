@@ -11,7 +11,6 @@ stays from one step to the next: chunked prefill, prefix caching and preemption 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,57 +21,35 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
-from ..checks import Works
-
-ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
-QUERIES_WORK: Works = {  # with what it was run
-    "cache_config.cache_dtype": (
-        ("auto", "float32", "bfloat16", "float16"),
-        "leave --kv-cache-dtype out, for it reads the base's keys and values unquantised",
-    ),
-    # It runs where steps end, which other ranks do not know of.
-    "parallel_config.data_parallel_size": ((1,), ONE_RANK),
-    "parallel_config.decode_context_parallel_size": ((1,), ONE_RANK),
-}
-
-_NORMS_OF_KEYS = ("k_norm", "k_layernorm")
-
-
-@dataclass
-class _Noted:
-    """What is known of one layer's pages."""
-
-    builder: Any = None  # makes the attention of any rows; None until vLLM has made the pages
-    batch: CommonAttentionMetadata | None = None  # of this step, with its block table
-
 
 def _attention_of(layer: nn.Module) -> Attention:
     [found] = [one for one in layer.modules() if isinstance(one, Attention)]
     return found
 
 
-def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
+def share_pages(layer: nn.Module, base_layer: nn.Module) -> Any:
     """Lets a layer of the tail attend to the pages of the base's of the same number.
 
-    What vLLM will tell of these pages is noted in what is returned.
+    It gives the class of which vLLM makes what prepares the layer's attention, and which notes it.
     """
     own, theirs = _attention_of(layer), _attention_of(base_layer)
-    noted = _Noted()
     usual: Any = own.attn_backend.get_builder_cls()
 
     class Builder(usual):
         """Notes the batch in place of preparing attention for all of its rows."""
 
         supports_update_block_table = False  # of what it did not prepare
+        made: Any = None  # the one of these that vLLM has made
+        batch: CommonAttentionMetadata | None = None  # of this step, with its block table
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            noted.builder = self
+            Builder.made = self
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
         ) -> Any:
-            noted.batch = common_attn_metadata
+            Builder.batch = common_attn_metadata
             return common_attn_metadata
 
         def build_for_rows(self, rows: CommonAttentionMetadata) -> Any:
@@ -83,7 +60,7 @@ def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
     own.attn_backend = subclass_attention_backend(name, own.attn_backend, Builder)
     for one in (own, own.impl):
         one.kv_sharing_target_layer_name = theirs.layer_name
-    return noted
+    return Builder
 
 
 def most_tokens(vllm_config: VllmConfig) -> int:
@@ -118,11 +95,6 @@ class Pages:
         """Keeps what a tail reads (`StoppingPolicy.outputs`), (T, R), until rows are asked."""
         self._entering[: entering.shape[0]].copy_(entering)
 
-    @staticmethod
-    def unread(name: str) -> bool:
-        """Whether a parameter of the tail belongs to keys, which are the base's."""
-        return any(part in _NORMS_OF_KEYS for part in name.split("."))
-
     def ends(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows end, whose places in vLLM's batch are (K,) int64.
 
@@ -155,7 +127,7 @@ class Pages:
                 block_table_tensor=batch.block_table_tensor[rows],
                 slot_mapping=torch.full((len(rows),), -1, device=device),  # nothing is written
             )
-            attention[name] = noted.builder.build_for_rows(asked)
+            attention[name] = noted.made.build_for_rows(asked)
         entering = self._entering[places.long()].split(self._tail.config.hidden_size, dim=1)
         with set_forward_context(
             attention, self._config, num_tokens=len(rows), slot_mapping={}, skip_compiled=True

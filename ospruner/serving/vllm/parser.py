@@ -13,7 +13,6 @@ which the prompt has opened it drops the thinking, or raises.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from abc import abstractmethod
 from collections import deque
@@ -24,10 +23,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.parser import abstract_parser
 from vllm.reasoning import ReasoningParser
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.modeling_ospruner import compiled_format, load_tokenizer
-
+from ..core import format_of
 from .plugin import PARSER
 
 _THINKING, _ANSWER, _LEFT_OUT = "thinking", "answer", ""
@@ -196,13 +192,6 @@ class PromptedParser(abstract_parser.DelegatingParser):
 
 # vLLM makes a subclass of what stands here for each server, once it has found the parsers.
 abstract_parser.DelegatingParser = PromptedParser
-
-
-@functools.cache  # a parser is made for each request
-def format_of(policy: str) -> TokenFormat:
-    """How a policy's base thinks, by the policy's folder or Hub id."""
-    config = OSPrunerConfig.from_pretrained(policy)
-    return compiled_format(config, load_tokenizer(policy, config, {}))
 
 
 class ThinkingParser(_SplittingParser):

@@ -6,7 +6,6 @@ of its batches; `plugin.py` chooses.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from abc import abstractmethod
 from collections import OrderedDict
@@ -19,9 +18,9 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 
-from ..core import GRAMMAR, RowCore, ServedRow
+from ..core import GRAMMAR, RowCore, ServedRow, format_of, served_format
 from ..requests import ID, StopRequest
-from .monitoring import count_answer, count_ended, count_off
+from .monitoring import count_leaving, count_off
 from .plugin import REPLY, Defaults
 
 _MOST_RECORDS = 8192  # of requests and replies with a name; the oldest are forgotten
@@ -40,11 +39,10 @@ class PolicyProcessor:
     def __init__(self, vllm_config: VllmConfig) -> None:
         model, told = vllm_config.model_config, dict[str, Any]()
         if vllm_config.parallel_config.rank == 0:  # of ranks that all do the same, one counts
-            told = {"on_end": count_ended, "on_leave": count_answer, "on_off": count_off}
-        tokenizer = (model.tokenizer, model.tokenizer_revision)
-        self._core = RowCore.load(
-            model.hf_config, *tokenizer, Defaults.of(vllm_config), model.seed, **told
-        )
+            told = {"on_leave": count_leaving, "on_off": count_off}
+        config, defaults = model.hf_config, Defaults.of(vllm_config)
+        fmt = served_format(config, model.tokenizer, model.tokenizer_revision, defaults)
+        self._core = RowCore(config, fmt, defaults, model.seed, **told)
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._drafts = vllm_config.speculative_config is not None
         self._named: OrderedDict[tuple[str, str], list[ServedRow]] = OrderedDict()
@@ -153,8 +151,7 @@ def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
     made, params = _detokenizer_of(tokenizer, request), request.sampling_params
     looks = tokenizer is not None and params.stop and request.prompt_token_ids is not None
     if looks and StopRequest(params.extra_args).settings(Defaults.here) is not None:
-        fmt = importlib.import_module(f"{__package__}.parser").format_of(tokenizer.name_or_path)
-        keep_thinking(made, fmt, request.prompt_token_ids)
+        keep_thinking(made, format_of(tokenizer.name_or_path), request.prompt_token_ids)
     return made
 
 

@@ -11,7 +11,6 @@ said of it is kept, so that a draft that is accepted is decided on as it was.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,13 +72,6 @@ class HybridArrivals(Arrivals, MambaHybridModelState):
     """Likewise, beside vLLM's state of a base some of whose layers keep states."""
 
 
-class _Request(NamedTuple):
-    """A request in a slot, and where its tokens end at the latest: at its prompt + `max_tokens`."""
-
-    served: ServedRow
-    most_tokens: int
-
-
 class _Row(NamedTuple):
     """A row of logits, after the text of a slot and so many drafted tokens."""
 
@@ -104,7 +96,7 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         self._head: StopHead = self._layers[STOP_HEAD]
         self._arrivals: Arrivals = self._head.arrivals
         self._arrivals.leaving = self._leave
-        self._here: dict[int, _Request] = {}  # by slot
+        self._here: dict[int, ServedRow] = {}  # by slot
         self._ids: dict[str, int] = {}  # slots by the requests' ids
         self._left: OrderedDict[str, ServedRow] = OrderedDict()  # preempted ones come back
 
@@ -119,8 +111,9 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         if served is None:
             return False
         served.come_back(prompt, tokens[len(prompt) :])
-        most = sampling_params.max_tokens
-        self._here[req_idx] = _Request(served, sys.maxsize if most is None else len(prompt) + most)
+        if (most := sampling_params.max_tokens) is not None:
+            served.most_tokens = len(prompt) + most
+        self._here[req_idx] = served
         self._ids[come.req_id] = req_idx
         return True
 
@@ -128,17 +121,17 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         slot = self._ids.pop(req_id, None)
         if slot is None:
             return
-        self.take_rest([self._here[slot].served])
-        served = self._left[req_id] = self._here.pop(slot).served
+        self.take_rest([self._here[slot]])
+        served = self._left[req_id] = self._here.pop(slot)
         self._core.tell_leaving(served)
         while len(self._left) > self._runner.max_num_reqs:
             self._left.popitem(last=False)
 
     def take_rest(self, rows: Sequence[ServedRow]) -> None:
         """Takes in the tokens sampled last, which lie on the device."""
-        for slot, (served, most) in self._here.items():
+        for slot, served in self._here.items():
             if served in rows:
-                total = min(int(self._runner.total_len.gpu[slot]), most)
+                total = int(self._runner.total_len.gpu[slot])
                 for token in self._runner.all_token_ids.gpu[slot, served.taken : total].tolist():
                     served.take(token)
 
@@ -150,11 +143,10 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         firsts = [row for row in rows if row.drafts == 0]  # of each request
         standing: dict[int, ServedRow] = {}  # by slot
         for row, total, tokens in zip(firsts, totals, last, strict=True):
-            request = self._here.get(row.slot)
-            if request is None:
+            served = self._here.get(row.slot)
+            if served is None:
                 continue
-            served, start = request.served, total - len(tokens)
-            for token in tokens[served.taken - start : max(0, request.most_tokens - start)]:
+            for token in tokens[served.taken - (total - len(tokens)) :]:
                 served.take(token)
             served.said.clear()
             if row.position + 1 >= total:  # else a part of a prefill, which is not sampled from

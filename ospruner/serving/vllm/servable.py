@@ -22,7 +22,6 @@ from vllm.model_executor.models.interfaces import (
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from ..checks import Works, check_policy, check_settings
-from .pages import ONE_RANK, QUERIES_WORK
 from .plugin import HARMONY_PARSER, architecture, is_recurrent
 
 
@@ -55,12 +54,22 @@ class _TappedGemma3ForCausalLM(gemma3.Gemma3ForCausalLM):
 
 
 TAPPED = {"Gemma3ForCausalLM": _TappedGemma3ForCausalLM}  # in the place of vLLM's without a tap
+_ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
 _WORKS: Works = {
     # The tail follows the whole base, on all tokens of a step.
     "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
-    "parallel_config.prefill_context_parallel_size": ((1,), ONE_RANK),
+    "parallel_config.prefill_context_parallel_size": ((1,), _ONE_RANK),
     "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
     "model_config.enable_trace_replay": ((False,), "what it replays is written over every stop"),
+}
+_QUERIES_WORK: Works = {  # with what it was run
+    "cache_config.cache_dtype": (
+        ("auto", "float32", "bfloat16", "float16"),
+        "leave --kv-cache-dtype out, for it reads the base's keys and values unquantised",
+    ),
+    # It runs where steps end, which other ranks do not know of.
+    "parallel_config.data_parallel_size": ((1,), _ONE_RANK),
+    "parallel_config.decode_context_parallel_size": ((1,), _ONE_RANK),
 }
 _DRAFTS_WORK: Works = {
     "speculative_config.method": (
@@ -124,7 +133,7 @@ def check_start(vllm_config: VllmConfig) -> None:
     queries, drafts = config.tuning == "queries", vllm_config.speculative_config is not None
     works = {**_WORKS, **(_DRAFTS_WORK if drafts else {})}
     if queries and config.num_policy_layers > 0:
-        works |= QUERIES_WORK
+        works |= _QUERIES_WORK
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
         raise ValueError(

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.formats import PLAIN as PLAIN_FORMAT
+from ospruner.serving.launch import sglang_command
 from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
     check_body,
@@ -21,7 +22,6 @@ from ospruner.serving.sglang.custom_params import (
     read_chat,
     server_defaults,
 )
-from ospruner.serving.sglang.sglang_server import sglang_command
 from ospruner.serving.sglang.tapped import check_start
 
 PLAIN = {

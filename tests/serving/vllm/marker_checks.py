@@ -18,8 +18,9 @@ from modeling_ospruner import OSPrunerForCausalLM as Policy
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3
+from ospruner.serving.core import format_of
 from ospruner.serving.vllm import parser as parsers
-from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser, format_of
+from ospruner.serving.vllm.parser import HarmonyThinkingParser, ThinkingParser
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PARSER, parser_of, register
 
 from ...chats import chat_ids, prompts_of

@@ -22,7 +22,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner import OSPrunerForCausalLM as Policy
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.checks import check_base_weights, merge_adapters
+from ospruner.serving.checks import base_weights, check_base_weights
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.plugin import Defaults, ServedPolicy
 from ospruner.serving.vllm.processor import PolicyProcessor, StopRecords
@@ -164,16 +164,18 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
     }
     text = {"model_type": "qwen2", "num_hidden_layers": 2}
     config = OSPrunerConfig(text_config=text, num_policy_layers=1, adapter_rank=2)
-    found = dict(merge_adapters([*adapters.items(), *base.items()], config))
-    copied = {f"policy.tail.{name}.weight" for name in ("layers.0.input_layernorm", "norm")}
-    assert set(found) - set(base) == {f"{at}.weight"} | copied
-    torch.testing.assert_close(found[f"{at}.weight"], weight + 2 * up @ down)
-    assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
-    assert torch.equal(found["policy.tail.norm.weight"], norm + 1)
+    own = dict[str, torch.Tensor]()
+    found = dict(base_weights([*adapters.items(), *base.items()], config, own))
+    assert found == {name.removeprefix("base."): tensor for name, tensor in base.items()}
+    weights = ("layers.0.self_attn.q_proj", "layers.0.input_layernorm", "norm")
+    assert set(own) == {f"tail.{name}.weight" for name in weights}
+    torch.testing.assert_close(own[f"tail.{weights[0]}.weight"], weight + 2 * up @ down)
+    assert torch.equal(own["tail.norm.weight"], norm + 1)
     base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged"):
-        list(merge_adapters([*base.items(), *adapters.items()], config))
-    assert list(merge_adapters(base.items(), OSPrunerConfig())) == [*base.items()]
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*_rank"):
+        list(base_weights([*base.items(), *adapters.items()], config, {}))
+    plain = dict(base_weights(base.items(), OSPrunerConfig(), own := {}))
+    assert (list(plain), own) == (list(found), {})
 
 
 def test_files_that_are_others_are_refused_at_start(

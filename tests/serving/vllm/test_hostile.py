@@ -294,14 +294,17 @@ def test_counters_have_no_labels_of_a_request() -> None:
     monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
     for control in (False, True):
         record = StopRecord(reason="budget", thinking_tokens=3)
-        monitoring.count_ended(Namespace(record=record, control=control, promise=None))
+        row = Namespace(record=record, control=control, told=None, promise=None)
+        for _ in range(2):  # preempted once
+            monitoring.count_leaving(row)
+    assert counted("thinking_ended", group="control", reason="budget") == 1
     told = pytest.importorskip("prometheus_client").generate_latest().decode()
     series = re.findall(r"^ospruner_thinking_ended_total\{(.*?)\}", told, re.MULTILINE)
     assert sorted(series) == [f'group="{one}",reason="budget"' for one in ("control", "policy")]
-    row = Namespace(record=StopRecord(reason="length"), control=True, told=(0, 0))
+    row = Namespace(record=StopRecord(reason="length"), control=True, told=(0, 0), promise=None)
     for tokens, rethinks, wanted in ((4, 0, 0), (4, 0, 0), (9, 2, 1), (12, 3, 1)):
         row.record.answer_tokens, row.record.rethinks = tokens, rethinks
-        monitoring.count_answer(row)
+        monitoring.count_leaving(row)
         labels = {"group": "control", "reason": "length"}
         assert counted("answer_tokens", **labels) == tokens
         assert counted("rethought", **labels) == wanted

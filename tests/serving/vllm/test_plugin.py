@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
-from ospruner.serving.checks import engine_options
+from ospruner.serving.launch import check_memory, engine_options, vllm_command
 from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
-from ospruner.serving.vllm.vllm_server import check_memory, vllm_command
 
 from ...own_process import needs_vllm, run_checks
 
@@ -211,9 +210,9 @@ def test_the_command_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config.save_pretrained(folder)
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = vllm_command(folder, defaults, ["--port", "81"])
-    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    told = ["--additional-config", json.dumps({"ospruner": defaults})]
-    assert command[5:] == [*told, "--port", "81"]
+    assert command[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    told = json.dumps({"ospruner": defaults})
+    assert command[4:] == ["--additional-config", told, "--port", "81"]
     assert set(environment) == {"VLLM_PLUGINS"}  # which model runner, vLLM chooses
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
     said = f"Serving {folder} on org/base: stops by draws, at price 0 of a token by default; "
