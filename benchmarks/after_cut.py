@@ -1,6 +1,6 @@
 """Who thinks on after the cut, in vLLM: free answers after a budget and after a trace's own end.
 
-    python benchmarks/after_cut.py LABELS BUDGET [--base DIR] [--limit N] [--json FILE]
+    python benchmarks/after_cut.py LABELS BUDGET [--base DIR] [--limit N] [--wind-down SENTENCE]
 
 What `ospruner compare LABELS budget:BUDGET --online --set answer=free --set samples=1` measures in
 transformers, by a server of an untrained policy on the labels' base, which never stops by itself.
@@ -93,19 +93,23 @@ class Asker:
 
 
 def main() -> None:
-    """Measures, and prints the table."""
+    """Measures, prints the table, and the numbers as one JSON object."""
     parser = timing.options(__doc__)
     parser.add_argument("labels", help="a label folder")
     parser.add_argument("budget", type=int, help="thinking tokens")
     parser.add_argument("--base", help="where the base lies now")
     parser.add_argument("--limit", type=int, help="of the labels' problems")
     parser.add_argument("--dtype", default="float32", help="of the base")
+    parser.add_argument("--wind-down", default="", help="a sentence forced before the closing")
     parser.add_argument("--model", help="what tables call the base")
     args = timing.parse(parser)
     labels = load_labels(args.labels)
     base = args.base or labels.settings.base_model
-    free: dict[str, Any] = {"answer": "free", "max_answer_tokens": FREE_ANSWER_TOKENS}
-    settings = replace(labels.settings, samples_per_problem=1, seed=args.seed, **free)
+    changed: dict[str, Any] = {"answer": "free", "max_answer_tokens": FREE_ANSWER_TOKENS}
+    if args.wind_down:
+        written = labels.settings.reasoning_format
+        changed["reasoning_format"] = {**written, "wind_down": args.wind_down}
+    settings = replace(labels.settings, samples_per_problem=1, seed=args.seed, **changed)
     problems = labelled_problems(labels.traces, args.limit)
     about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
     longest = max(len(one.prompt_ids) for one in problems)
@@ -117,8 +121,7 @@ def main() -> None:
         )
     columns = ["accuracy", "tokens", "answer_after_stop", "answer_after_end", "rethought"]
     print(report.frame[["method", "setting", *columns]].to_string())
-    if args.json is not None:
-        report.results.save(args.json)
+    timing.print_json(report.results.to_dict(), args.json)
 
 
 if __name__ == "__main__":

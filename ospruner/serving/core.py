@@ -163,9 +163,12 @@ class ServedRow:
             self.take(token)
 
     def ahead(self) -> ServedRow:
-        """A copy that takes in drafted tokens, while this one waits for those that are accepted."""
+        """A copy that takes in drafted tokens, while this one waits for those that are accepted.
+
+        What the policy says after them is told to both.
+        """
         fmt = self.plan.token_format
-        kept = (self.plan, self.promise, fmt, *vars(fmt).values())  # what never changes
+        kept = (self.said, self.plan, self.promise, fmt, *vars(fmt).values())
         return copy.deepcopy(self, {id(one): one for one in kept})
 
 

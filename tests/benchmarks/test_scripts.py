@@ -23,7 +23,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_ospruner import TokenFormat
-from ospruner.demo import demo
+from ospruner.demo import REASONER, demo
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
@@ -276,6 +276,18 @@ def test_serve_over_http(run_script: RunScript) -> None:
             assert f"{measure}_p99_ms" in printed
         assert 0 < on["thinking_tokens"] < on["generated_tokens"] < off["generated_tokens"]
         assert never["generated_tokens"] > on["generated_tokens"]
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_after_cut(run_script: RunScript, repo_dir: Path) -> None:
+    labels = str(repo_dir / "tests" / "goldens" / "labels")
+    asked = ("--base", str(REASONER), "--limit", "4", "--model", "reasoner")
+    found, _ = run_script("after_cut.py", labels, "40", *asked, here=False)
+    full, cut = Results.from_dict(found).rules.to_dict("records")
+    assert 0 < cut["tokens"] < full["tokens"]
+    assert cut["answer_after_stop"] > 0
+    assert full["answer_after_end"] > 0
 
 
 @pytest.mark.slow

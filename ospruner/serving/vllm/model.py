@@ -13,7 +13,6 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -308,8 +307,12 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         # As checkpoints name and stack them: vLLM's models read no other form.
         stored = revert_weight_conversion(policy.tail, named)
         model = self.base.model
-        with patch.multiple(model, config=tail.config, layers=tail.layers, norm=tail.norm):
-            found = self.base.load_weights((f"model.{name}", one) for name, one in stored.items())
+        usual = {part: getattr(model, part) for part in ("config", "layers", "norm")}
+        for part in usual:
+            setattr(model, part, getattr(tail, part))
+        found = self.base.load_weights((f"model.{name}", one) for name, one in stored.items())
+        for part, one in usual.items():
+            setattr(model, part, one)
         loaded = {name.replace("model.", "tail.", 1) for name in found}
         if self._pages is not None:  # keys are the base's, and their norms are not read
             parts = ((name, name.split(".")) for name, _ in tail.named_parameters())

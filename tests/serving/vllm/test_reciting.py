@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 
 STOPS = {"stop_mode": "threshold", "stop_threshold": 0.0}
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
-TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+TOOLS: Any = [{"type": "function", "function": ADD}]
 ASKED: Any = [{"role": "user", "content": "2 + 3?"}]
 THOUGHT = "First.\n\n Then!\n\n So"
 SCRIPT = f"assistant<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>"
