@@ -147,6 +147,17 @@ def test_a_row_is_decided_shaped_and_told_when_it_leaves() -> None:
     assert logits[1].isfinite().nonzero().flatten().tolist() == [one.end_id]
 
 
+def test_what_is_said_of_drafts_holds_once_they_are_accepted() -> None:
+    fmt = FORMATS[0]
+    core = RowCore(OSPrunerConfig(), fmt, StopRequest(None, server=True), 0)
+    row = served(fmt, [*fmt.think_start_ids], threshold=0.5)
+    ahead = row.ahead()
+    follow(ids_of("a", ".\n\n"), ahead)
+    core.decide([ahead], torch.tensor([[-2.0]]))
+    follow(ids_of("a", ".\n\n", "a"), row)
+    assert row.record.probabilities == pytest.approx([1 / (1 + math.exp(2.0))])
+
+
 def test_an_ignored_end_of_text_ends_no_thinking() -> None:
     """Under `ignore_eos` an engine goes on, and so does the policy, within the budget."""
     asked = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 4}
