@@ -4,18 +4,17 @@
 
 What `ospruner compare LABELS budget:BUDGET --online --set answer=free --set samples=1` measures in
 transformers, by a server of an untrained policy on the labels' base, which never stops by itself.
-All problems are asked at a time, in the labels' own tokens, without a seed: that can end vLLM 0.32
-on a CPU. A trace as long as the labels' cap is closed at its next step end. The file's form is that
-of the comparison.
+All replies are asked for at a time, in the labels' own tokens, without a seed: that can end vLLM
+0.32 on a CPU. A trace as long as the labels' cap is closed at its next step end. The file's form is
+that of the comparison.
 """
 
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,17 @@ from transformers import AutoModelForCausalLM
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.engines.opening import load_tokenizer
-from ospruner.eval.online import How, OnlineProblem, SampleRow, evaluate_online, labelled_problems
+from ospruner.eval.online import (
+    NEVER,
+    How,
+    OnlineProblem,
+    SampleRow,
+    evaluate_online,
+    labelled_problems,
+)
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
-from ospruner.rules import Budget
+from ospruner.rules import Budget, StopRule
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
@@ -50,23 +56,38 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
 
 
 class Asker:
-    """Asks a server; its `run` is what `evaluate_online` calls."""
+    """Asks a server for all replies at a time; its `run` is what `evaluate_online` calls."""
 
-    def __init__(self, url: str, settings: LabelSettings, base: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: LabelSettings,
+        base: str,
+        rules: Sequence[StopRule],
+        problems: Sequence[OnlineProblem],
+    ) -> None:
         self._client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1e5, max_retries=0)
         self._records = f"{url}/ospruner/stops"
         self._settings, self._task = settings, open_task(settings.task)
         self._tokenizer = load_tokenizer(base, None)
+        pool = ThreadPoolExecutor(len(rules) * len(problems))
+        self._rows: dict[float | None, list[Future[SampleRow]]] = {
+            rule.parameter: [
+                pool.submit(self._ask, int(rule.parameter or 0), number, one)
+                for number, one in enumerate(problems)
+            ]
+            for rule in rules
+        }
 
     def run(self, how: How, batch: Sequence[OnlineProblem], start: int) -> list[SampleRow]:
-        """A row for each problem; all are asked at a time."""
-        with ThreadPoolExecutor(len(batch)) as pool:
-            return list(pool.map(partial(self._ask, how), range(start, start + len(batch)), batch))
+        """A row for each problem."""
+        return [row.result() for row in self._rows[how.parameter][start : start + len(batch)]]
 
-    def _ask(self, how: How, number: int, one: OnlineProblem) -> SampleRow:
-        said, cap, name = self._settings, self._settings.max_new_tokens, f"{how}-{number}"
-        budget = int(min(cap, how.parameter or 0))
+    def _ask(self, budget: int, number: int, one: OnlineProblem) -> SampleRow:
+        said, cap, name = self._settings, self._settings.max_new_tokens, f"{budget}-{number}"
+        budget = min(cap, budget)
         keys = {**VLLM_NEVER, "max_thinking_tokens": budget, "stop_id": name}
+        keys["max_answer_tokens"] = said.max_answer_tokens
         reply = self._client.completions.create(
             model="policy",
             prompt=list(one.prompt_ids),
@@ -77,8 +98,11 @@ class Asker:
         )
         told: Any = self._client.get(f"{self._records}/{name}", cast_to=object)
         ids = reply.choices[0].model_dump()["token_ids"]
-        count = min(told["answer_tokens"], said.max_answer_tokens)
-        text = str(self._tokenizer.decode(ids[len(ids) - told["answer_tokens"] :][:count]))
+        count = told["answer_tokens"]
+        added = int(count == said.max_answer_tokens)  # an end of text after a cap
+        text = str(self._tokenizer.decode(ids[len(ids) - count - added :]))
+        if told["reason"] == "natural" and not said.reasoning_format["think_end"]:
+            text = str(self._tokenizer.decode(ids[: told["thinking_tokens"]]))
         answer = self._task.read_free(text) or ""
         cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")
         return SampleRow(
@@ -114,8 +138,8 @@ def main() -> None:
     about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
     longest = max(len(one.prompt_ids) for one in problems)
     with serving(settings, base, args.dtype, longest) as url:
-        generate = Asker(url, settings, base).run
         rules = [Budget(args.budget)]
+        generate = Asker(url, settings, base, [NEVER, *rules], problems).run
         report = evaluate_online(
             problems, rules, generate, settings, about, batch_problems=len(problems)
         )

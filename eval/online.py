@@ -258,7 +258,10 @@ class Generator:
         forked = {i: list(fork.ids) for i, (fork,) in zip(cut, forks, strict=True)}
         for i, (length, reason, own) in enumerate(ended):
             ids = forked[i] if own is None else own
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
+            reply = ids
+            if not (forced or ids or fmt.format.think_end):  # the trace is the reply, as in labels
+                reply = list(generated[i][:length])
+            text = str(self.tokenizer.decode(reply, skip_special_tokens=False))
             answer = (task.read_forced if forced else task.read_free)(text) or ""
             yield SampleRow(
                 tokens=length,
@@ -275,14 +278,15 @@ class Generator:
     ) -> tuple[int, str, list[int] | None]:
         """Thinking tokens of a reply, why they ended, and its answer; None where that is missing.
 
-        It is where the thinking was cut at the token cap, or ended the text.
+        It is where the thinking was cut at the token cap, or ended the text: that of a base without
+        markers is the reply, as in labels, unless answers are forced.
         """
         settings, fmt, length = self.settings, self.fmt, record.thinking_tokens
         reason, forced = str(record.reason), settings.answer == "forced"
         if length > settings.max_new_tokens or reason == "length":
             return min(length, settings.max_new_tokens), "cap", None
         if ids[length] in self._eos.difference(fmt.think_end_ids):
-            return length, reason, None
+            return length, reason, None if forced or fmt.format.think_end else []
         # What the model has written to end it, which nothing is put before.
         own = follow(fmt, prompt, ids) if reason == "natural" else None
         begins = length if own is None else length + own.end_tokens
