@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.stopping_ospruner import uniform
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import StopRecord, uniform
 from ospruner import comparing, rules
 from ospruner.cli import app
 from ospruner.comparing import Judged, compare
@@ -28,11 +29,13 @@ from ospruner.eval.online import (
     evaluate_online,
     labelled_problems,
 )
+from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math
 from ospruner.eval.report.summary import told
 from ospruner.eval.results import Results
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.formats import PLAIN
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.untrained import untrained
 
@@ -244,6 +247,22 @@ def test_free_answers_have_the_labels_room(reasoner: Reasoner, tmp_path: Path) -
     early = budget.tokens < full.tokens  # after its own end the model writes the closing's rest
     assert early.any()
     np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
+
+
+def test_a_free_reply_without_markers_holds_its_answer(
+    reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As labels read it: nothing tells its thinking from its answer."""
+    made, tokenizer = generator(reasoner, answer="free"), reasoner.tokenizer
+    made.fmt = TokenFormat.compile(PLAIN, tokenizer)
+    ids = tokenizer.encode("So it is \\boxed{5}", add_special_tokens=False)
+    written = torch.tensor([[5, *ids, tokenizer.eos_token_id]])
+    record = StopRecord(thinking_tokens=len(ids), reason="natural")
+    monkeypatch.setattr(
+        "ospruner.eval.online.generate_pruned", lambda *_, **__: (written, [record])
+    )
+    (row,) = made.run(NEVER, [OnlineProblem(Problem("one", "", "5"), [5])], 0)
+    assert (row.answer, row.correct, row.answer_tokens) == ("5", 1, 0)
 
 
 def test_free_answers_on_labels_of_forced_ones(labelled: Labelled) -> None:
