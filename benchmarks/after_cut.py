@@ -10,6 +10,7 @@ that of the comparison.
 """
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
-from bases import DEVICE, VLLM_NEVER, served
+from bases import VLLM_NEVER, served, vllm_on_a_cpu
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
@@ -50,8 +51,9 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
         untrained(model, load_tokenizer(base, None), reasoning_format=fmt).save_pretrained(folder)
         del model
         most = prompt + settings.max_new_tokens + settings.max_answer_tokens
-        memory = "--gpu-memory-utilization .5" * (DEVICE == "cpu")
-        with served(folder, f"--dtype {dtype} --max-model-len {most} {memory}") as url:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GB
+        vllm_on_a_cpu()
+        with served(folder, f"--dtype {dtype} --max-model-len {most}") as url:
             yield url
 
 

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 START_SECONDS = 900  # as long as it takes on two busy cores
@@ -47,7 +47,8 @@ def running_server(
             time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself, and its log says why
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -280,7 +280,8 @@ def test_serve_over_http(run_script: RunScript) -> None:
 
 @pytest.mark.slow
 @needs_vllm
-def test_after_cut(run_script: RunScript, repo_dir: Path) -> None:
+def test_after_cut(run_script: RunScript, repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     labels = str(repo_dir / "tests" / "goldens" / "labels")
     asked = ("--base", str(REASONER), "--limit", "4", "--model", "reasoner")
     found, _ = run_script("after_cut.py", labels, "40", *asked, here=False)
