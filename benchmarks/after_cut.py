@@ -103,7 +103,8 @@ class Asker:
         count = told["answer_tokens"]
         added = int(count == said.max_answer_tokens)  # an end of text after a cap
         text = str(self._tokenizer.decode(ids[len(ids) - count - added :]))
-        if told["reason"] == "natural" and not said.reasoning_format["think_end"]:
+        plain = not said.reasoning_format["think_end"]
+        if plain and told["reason"] == "natural" and not count:  # the trace is the reply
             text = str(self._tokenizer.decode(ids[: told["thinking_tokens"]]))
         answer = self._task.read_free(text) or ""
         cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")

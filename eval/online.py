@@ -245,7 +245,7 @@ class Generator:
         forced = settings.answer == "forced"
         replies = zip(asked, generated, records, strict=True)
         ended = [self._ended(one.prompt_ids, ids, record) for one, ids, record in replies]
-        cut = [i for i, (_, _, answer) in enumerate(ended) if answer is None]
+        cut = [i for i, (*_, answer, _) in enumerate(ended) if answer is None]
         forks = self._engine.fork(
             [
                 ForkRequest(list(asked[i].prompt_ids), generated[i][: ended[i][0]], [ended[i][0]])
@@ -256,12 +256,9 @@ class Generator:
             fmt.box_state if forced else None,
         )
         forked = {i: list(fork.ids) for i, (fork,) in zip(cut, forks, strict=True)}
-        for i, (length, reason, own) in enumerate(ended):
+        for i, (length, reason, own, held) in enumerate(ended):
             ids = forked[i] if own is None else own
-            reply = ids
-            if not (forced or ids or fmt.format.think_end):  # the trace is the reply, as in labels
-                reply = list(generated[i][:length])
-            text = str(self.tokenizer.decode(reply, skip_special_tokens=False))
+            text = str(self.tokenizer.decode(held or ids, skip_special_tokens=False))
             answer = (task.read_forced if forced else task.read_free)(text) or ""
             yield SampleRow(
                 tokens=length,
@@ -275,18 +272,20 @@ class Generator:
 
     def _ended(
         self, prompt: Sequence[int], ids: Sequence[int], record: StopRecord
-    ) -> tuple[int, str, list[int] | None]:
-        """Thinking tokens of a reply, why they ended, and its answer; None where that is missing.
+    ) -> tuple[int, str, list[int] | None, list[int] | None]:
+        """Thinking tokens of a reply, why they ended, its answer, and what else holds that.
 
-        It is where the thinking was cut at the token cap, or ended the text: that of a base without
-        markers is the reply, as in labels, unless answers are forced.
+        The answer is missing (None) where the thinking was cut at the token cap, or ended the text.
+        Where a base without markers ends the text, the trace is its reply and holds a free answer.
         """
         settings, fmt, length = self.settings, self.fmt, record.thinking_tokens
         reason, forced = str(record.reason), settings.answer == "forced"
         if length > settings.max_new_tokens or reason == "length":
-            return min(length, settings.max_new_tokens), "cap", None
+            return min(length, settings.max_new_tokens), "cap", None, None
         if ids[length] in self._eos.difference(fmt.think_end_ids):
-            return length, reason, None if forced or fmt.format.think_end else []
+            if forced or fmt.format.think_end:
+                return length, reason, None, None
+            return length, reason, [], list(ids[:length])
         # What the model has written to end it, which nothing is put before.
         own = follow(fmt, prompt, ids) if reason == "natural" else None
         begins = length if own is None else length + own.end_tokens
@@ -298,4 +297,4 @@ class Generator:
             box = fmt.box_state()
             closed = next((n for n, token in enumerate(answer) if box.push(token)), len(answer))
             answer = answer[: closed + 1]
-        return length, reason, answer
+        return length, reason, answer, None

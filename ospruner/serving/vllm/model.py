@@ -307,6 +307,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         # As checkpoints name and stack them: vLLM's models read no other form.
         stored = revert_weight_conversion(policy.tail, named)
         model = self.base.model
+        # Set in place: a module that goes and comes back is last, and shared layers change names.
         usual = {part: getattr(model, part) for part in ("config", "layers", "norm")}
         for part in usual:
             setattr(model, part, getattr(tail, part))
