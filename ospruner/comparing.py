@@ -193,11 +193,9 @@ class Judged:
 
     def _verdicts(self, path: str) -> Predicted:
         """FlashThink's; all that the verifier reads until a stop is charged."""
-        verifier = Verifier.load(path, self.settings)
+        verifier = Verifier.load(path, self.settings, self.device)
         tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
         judged = verifier_traces(self.traces, self.tokenizer, tokenizer)
-        for module in (verifier.base, verifier.policy):
-            torch.nn.Module.to(module, self.device)
         said = predict_outputs(verifier, judged)
         read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
         # At its natural end a trace needs no verdict: the verifier has read to the step before.

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -38,6 +39,33 @@ def pytest_unconfigure() -> None:
     """Removes the throw-away Hub cache."""
     if _OWNS_HF_HOME:
         shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process waits for another one at the end."""
+    first = ("train", "vllm", "demo")
+    items.sort(key=lambda item: item.path.parent.name not in first)
+
+
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Makes a folder of a name, once for all of pytest-xdist's workers, which only read it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
 
 
 Fuzzed = Callable[..., None]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from datasets import Dataset
 from safetensors.torch import save
 from torch import Tensor
@@ -28,7 +29,7 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.modeling_ospruner import WEIGHTS, load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.bases import plain_text_config
+from ospruner.bases import dtype_on, plain_text_config
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.provenance import check_place
@@ -89,12 +90,13 @@ class Verifier:
         return cls(base, policy, config, (labelled.base_model, labelled.base_revision))
 
     @classmethod
-    def load(cls, folder: str | Path, labelled: LabelSettings) -> Verifier:
+    def load(cls, folder: str | Path, labelled: LabelSettings, device: torch.device) -> Verifier:
         """What `save_pretrained` wrote, with the verifier model that it names.
 
         Args:
             folder: the folder.
             labelled: the settings of the traces that it shall judge.
+            device: where it is to lie.
 
         Raises:
             ValueError: it was trained on another base's traces.
@@ -109,8 +111,12 @@ class Verifier:
                 "{} was trained on traces of {}, these are of {}: train FlashThink on traces like "
                 "these".format(folder, *told)
             )
-        base = load_base(config, {}, {"dtype": "auto"})
-        return cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
+        dtype = dtype_on(device, config.base_model_name_or_path)
+        base = load_base(config, {}, {"dtype": dtype})
+        made = cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
+        for module in (made.base, made.policy):
+            torch.nn.Module.to(module, device)
+        return made
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Saves what was tuned, its configuration, and the prompt.
@@ -127,11 +133,16 @@ class Verifier:
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
 
-def load_verifier_base(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A verifier model and its tokenizer; `name` is the folder or Hub id of any causal LM."""
+def load_verifier_base(
+    name: str, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A verifier model, to be read on a device, and its tokenizer.
+
+    It is the folder or Hub id of any causal LM.
+    """
     check_place("verifier", name)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype_on(device, name)), tokenizer
 
 
 def verifier_traces(

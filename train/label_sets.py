@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from modeling_ospruner.modeling_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import is_quantised
+from ospruner.bases import dtype_on
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import shared_problems, text_key
@@ -147,7 +148,7 @@ def usable_rows(table: TraceTable, method: str) -> IntArray:
 
 
 def load_labelled_base(
-    base: str | None, labels: Labels, device: str | torch.device = "cpu"
+    base: str | None, labels: Labels, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that made labels, and its tokenizer.
 
@@ -168,8 +169,9 @@ def load_labelled_base(
         Path(where).is_dir() and _asks_alike(tokenizer, labels)
     ):
         raise _not_by(where, labels, "")
+    dtype = dtype_on(device, where, revision)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        where, revision=revision, dtype="auto"
+        where, revision=revision, dtype=dtype
     )
     if not is_quantised(model):
         torch.nn.Module.to(model, device)

@@ -126,12 +126,12 @@ class StopTrainer(Trainer, TrainerCallback):
             refuse_ungraded(one, config.max_ungraded)
         if config.method == "flashthink":
             reads = load_tokenizer(*place_of(config.base, ours))
-            model, processing_class = load_verifier_base(config.verifier)
+            model, processing_class = load_verifier_base(config.verifier, config.device)
             both = [verifier_traces(one, reads, processing_class, config.states) for one in sets]
         else:
             both = [LabelledTraces.from_dataset(one, config.states) for one in sets]
             if model is None:
-                model, processing_class = load_labelled_base(config.base, ours)
+                model, processing_class = load_labelled_base(config.base, ours, config.device)
         self.traces, self.eval_traces = both
         assert processing_class is not None
         rows = usable_rows(self.traces.table, config.method)

@@ -4,7 +4,6 @@ That a killed run goes on is tested where its stages are `make`'s, in tests/trai
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -30,6 +28,7 @@ from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import record_of
 from ospruner.workers import Workers
 
+from ..conftest import MadeOnce
 from ..made_results import make_result
 
 TINY = DemoSize("tiny", 120, 80, 40, seeds=1, epochs=24, max_loss=0.2)
@@ -43,18 +42,17 @@ run_demo(Path(sys.argv[1]), {TINY}, 0, Console(width=80))
 
 
 @pytest.fixture(scope="module")
-def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a demo, and what it printed; once for all of pytest-xdist's workers."""
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    out, printed = root / "demo", root / "demo.txt"
-    with FileLock(root / "demo.lock"):
-        if not printed.is_file():
-            command = [sys.executable, "-c", RUN, str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
-            printed.write_text(done.stdout + done.stderr, "utf-8")
-    return out, printed.read_text("utf-8")
+def demo_run(made_once: MadeOnce) -> tuple[Path, str]:
+    """The folder of a demo, and what it printed."""
+
+    def run(folder: Path) -> None:
+        command = [sys.executable, "-c", RUN, str(folder / "demo")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / "printed.txt").write_text(done.stdout + done.stderr, "utf-8")
+
+    folder = made_once("demo", run)
+    return folder / "demo", (folder / "printed.txt").read_text("utf-8")
 
 
 def test_nothing_is_labelled_or_trained_again(

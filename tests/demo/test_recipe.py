@@ -38,9 +38,9 @@ def test_a_short_run_leaves_a_reasoner_that_fits_its_tokenizer(
     monkeypatch.setattr(recipe, "CHUNK_EXAMPLES", 24)
     monkeypatch.setattr(recipe, "build_tokenizer", lambda seed: tokenizer)
     told: list[tuple[Any, ...]] = []
-    short = recipe.Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
+    short = recipe.Recipe(tokens=2_000, second_tokens=1_000, batch_tokens=512)
     recipe.train_reasoner(tmp_path, short, lambda *state: told.append(state[:3]))
-    assert told[-1] == ("tokens", 9_000, 9_000)
+    assert told[-1] == ("tokens", 3_000, 3_000)
     assert told == sorted(told)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "reasoner")
     saved = AutoTokenizer.from_pretrained(tmp_path / "reasoner")

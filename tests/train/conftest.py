@@ -34,6 +34,7 @@ from ospruner.train.labels.store import LabelStore
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
+from ..conftest import MadeOnce
 from ..label_rows import label_row
 
 MakeTrainer = Callable[..., StopTrainer]
@@ -123,12 +124,14 @@ def make_labels(count: int, seed: int = 0, prefix: str = "p", **changes: Any) ->
 
 
 @pytest.fixture(scope="session")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def labelled(made_once: MadeOnce) -> Path:
     """The embedded reasoner's labels of 60 problems in `train`, and of 60 others in `test`."""
-    folder = tmp_path_factory.mktemp("labelled")
-    Reasoner().label(draw_split("train", 60, 7), folder / "train", 7)
-    Reasoner().label(draw_split("test", 60, 8), folder / "test", 8)
-    return folder
+
+    def make(folder: Path) -> None:
+        Reasoner().label(draw_split("train", 60, 7), folder / "train", 7)
+        Reasoner().label(draw_split("test", 60, 8), folder / "test", 8)
+
+    return made_once("labelled", make)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ospruner.comparing import compare
@@ -65,7 +66,7 @@ def test_train_save_replay_and_charge(
     assert [rule.method for rule in (first, never)] == ["FlashThink"] * 2
     # At threshold 0 it stops after the first step, having read the prompt and that step.
     ours = load_labels(labels)
-    verifier = Verifier.load(stage.path, ours.settings)
+    verifier = Verifier.load(stage.path, ours.settings, torch.device("cpu"))
     tokenizer = Reasoner().tokenizer
     theirs: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(tiny_base_dir)
     judged = verifier_traces(ours.traces, tokenizer, theirs)
@@ -91,4 +92,4 @@ def test_train_save_replay_and_charge(
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):
-        Verifier.load(stage.path, other)
+        Verifier.load(stage.path, other, torch.device("cpu"))

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from ospruner.bases import dtype_on
 from ospruner.calibrating import calibrate
 from ospruner.comparing import compare
 from ospruner.demo import REASONER
@@ -21,6 +23,8 @@ from ospruner.train.labels.label import label
 from ospruner.train.labels.loading import load_labels, load_mix
 
 from .conftest import rewrite, told_otherwise, trained_on, write_rows
+
+CPU = torch.device("cpu")
 
 
 def test_held_out_problems_are_whole_and_seeded() -> None:
@@ -98,10 +102,20 @@ def test_without_fingerprint_answers_tell(labels: Path, sibling: Path, tmp_path:
     unknown = dataclasses.replace(stored.settings, base_fingerprint=None)
     stored = dataclasses.replace(stored, settings=unknown)
     with pytest.raises(ValueError, match=r"not by .*sibling.*log-probabilities that differ by"):
-        load_labelled_base(str(sibling), stored)
+        load_labelled_base(str(sibling), stored, CPU)
     copied = shutil.copytree(REASONER, tmp_path / "copy")
-    model, _ = load_labelled_base(str(copied), stored)
+    model, _ = load_labelled_base(str(copied), stored, CPU)
     assert str(model.name_or_path) == str(copied)
+
+
+@pytest.mark.parametrize(("units", "dtype"), [("AVX2", "float32"), ("AVX512", "bfloat16")])
+def test_a_cpu_that_computes_no_bfloat16_reads_a_base_in_float32(
+    units: str, dtype: str, labels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: units)
+    model, _ = load_labelled_base(None, load_labels(labels), CPU)
+    assert model.dtype is vars(torch)[dtype]
+    assert dtype_on(torch.device("cuda"), str(REASONER)) == "auto"
 
 
 # Labels of several domains.

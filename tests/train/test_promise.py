@@ -102,7 +102,8 @@ def test_one_replay_gives_the_frontier_from_one_pass(
 
     report = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3])
     stored = load_labels(labels)
-    model = OSPrunerForCausalLM.from_base(load_labelled_base(None, stored)[0], trained / "run")
+    base, _ = load_labelled_base(None, stored, torch.device("cpu"))
+    model = OSPrunerForCausalLM.from_base(base, trained / "run")
     said, table = (
         predict_outputs(model, LabelledTraces.from_dataset(stored.traces)),
         TraceTable.from_dataset(stored.traces),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, Features
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import Features
 from huggingface_hub import DatasetCardData
 
 from ospruner.eval.results import markdown_table
@@ -95,11 +96,11 @@ _COPIED = {  # column of a trace's list -> column of a prefix
 }
 
 
-def prefix_rows(traces: Dataset, first: int = 0) -> Dataset:
+def prefix_rows(traces: pa.Table, first: int = 0) -> pa.Table:
     """One row for each labelled step: pointers and grades, never tokens, which would be quadratic.
 
     Args:
-        traces: labelled traces.
+        traces: labelled ones.
         first: number of the first of them in the whole data set.
     """
     own = ("problem_id", "sample_index", "family", "ended")
@@ -112,7 +113,7 @@ def prefix_rows(traces: Dataset, first: int = 0) -> Dataset:
             "fraction": end / trace["step_ends"][-1],
             **{new: trace[old][step] for old, new in _COPIED.items()},
         }
-        for number, trace in enumerate(traces.select_columns([*own, *_COPIED]), start=first)
+        for number, trace in enumerate(traces.select([*own, *_COPIED]).to_pylist(), start=first)
         for step, end in enumerate(trace["step_ends"])
     ]
-    return Dataset.from_list(rows, features=PREFIX_FEATURES)
+    return pa.Table.from_pylist(rows, PREFIX_FEATURES.arrow_schema)

@@ -112,10 +112,14 @@ def read_labels(path: str | Path, manifest: Mapping[str, Any] | None = None) -> 
     Raises:
         ValueError: the folder holds no labels, or a shard is damaged or missing.
     """
-    shards = shards_of(read_manifest(path) if manifest is None else manifest)
+    return Dataset(_read_table(Path(path), read_manifest(path) if manifest is None else manifest))
+
+
+def _read_table(path: Path, manifest: Mapping[str, Any]) -> pa.Table:
+    shards = shards_of(manifest)
     if not shards:
         raise ValueError(f"{path} holds no labelled traces: its {MANIFEST} lists no shard")
-    return Dataset(pa.concat_tables([read_shard(Path(path), shard) for shard in shards]))
+    return pa.concat_tables([read_shard(path, shard) for shard in shards])
 
 
 def read_shard(path: Path, shard: Shard) -> pa.Table:
@@ -162,7 +166,7 @@ def refuse_other_data(path: str | Path, manifest: Mapping[str, Any]) -> None:
 
 def refuse_damage(path: str | Path, manifest: Mapping[str, Any]) -> None:
     """Raises a DamagedError where a shard, or the view of it, is not what was written."""
-    derived, first = prefix_rows(read_labels(path, manifest)).data.table, 0
+    derived, first = prefix_rows(_read_table(Path(path), manifest)), 0
     for shard in shards_of(manifest):
         try:
             view = pq.read_table(Path(path) / shard.view, page_checksum_verification=True)

@@ -157,7 +157,7 @@ class LabelStore:
             for name, lost in (("dropped", chunk.dropped), ("failed", chunk.failed))
         }
         changes |= {name: self.manifest[name] + chunk.costs[name] for name in COSTS}
-        added = [Dataset.from_list(rows, features=FEATURES).data.table] if rows else []
+        added = [pa.Table.from_pylist(rows, FEATURES.arrow_schema)] if rows else []
         self._exchange([None] * len(self.shards) + added, **changes)
         self._account(rows)
         self.done |= chunk.places()
@@ -176,9 +176,9 @@ class LabelStore:
         tables = []
         for shard in self.shards:
             before = read_shard(self.path, shard)
-            rows = Dataset(before).to_list()
+            rows = before.to_pylist()
             change(rows)
-            after = Dataset.from_list(rows, features=FEATURES).data.table
+            after = pa.Table.from_pylist(rows, FEATURES.arrow_schema)
             tables.append(None if after.equals(before) else after)
         self._exchange(tables)
 
@@ -212,8 +212,8 @@ class LabelStore:
         (self.path / "prefixes").mkdir(exist_ok=True)
         for shard, (first, last) in zip(self.shards, bounds, strict=True):
             if not (self.path / shard.view).exists():
-                rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
-                _write_parquet(self.path / shard.view, rows.data.table)
+                rows = prefix_rows(whole.slice(first, last - first), first)
+                _write_parquet(self.path / shard.view, rows)
         grades = whole.column("forced_correct").combine_chunks().flatten()
         capped = whole.column("ended").to_pylist().count("cap")
         problems = len(whole.column("problem_id").unique())
