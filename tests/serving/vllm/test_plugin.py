@@ -17,18 +17,18 @@ from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
 
 from ...own_process import needs_vllm, run_checks
 
-# Of one process, for vLLM takes long to import; the last one puts others in the place of CUDA's.
-CHECKS = {
-    "engine": ("plugin_checks", "queries_checks", "graph_checks"),
-    "policies": ("start_checks", "processor_checks", "marker_checks"),
-    "ahead": ("async_checks",),
-}
+# Of one process, for vLLM takes long to import; the last ones put others in the place of CUDA's.
+CHECKS = (
+    pytest.param(("plugin_checks", "queries_checks"), id="engine"),
+    pytest.param(("start_checks", "processor_checks", "marker_checks"), id="policies"),
+    pytest.param(("async_checks", "graph_checks"), id="ahead", marks=pytest.mark.slow),
+)
 
 
 @needs_vllm
 @pytest.mark.parametrize("checks", CHECKS)
-def test_the_policy_inside_vllm(checks: str) -> None:
-    run_checks(*(Path(__file__).with_name(f"{one}.py") for one in CHECKS[checks]))
+def test_the_policy_inside_vllm(checks: tuple[str, ...]) -> None:
+    run_checks(*(Path(__file__).with_name(f"{one}.py") for one in checks))
 
 
 STAND_INS = Path(__file__).parents[2] / "stand_ins"

@@ -134,6 +134,7 @@ def broken() -> Worker:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_run_that_cannot_end_says_why(cluster: Any, tiny_base_dir: Path, tmp_path: Path) -> None:
     out, never = tmp_path / "labels", ray_work(broken, 1, gpus_per_actor=0)
     with pytest.raises(Exception, match="nothing is here"):
