@@ -98,9 +98,8 @@ class OSPrunerConfig(PreTrainedConfig):
     reasoning_format: dict[str, Any] | None = None  # the literals of `ReasoningFormat`
     # How the problems that it was trained on were asked and graded; None for mathematics.
     task: dict[str, Any] | None = None
-    # What `ospruner calibrate` promised, one object a promise; and by an effort's name the
-    # setting that a server takes for it, the mean thinking tokens then, their share of the full
-    # traces', the accuracy lost.
+    # What `ospruner calibrate` promised, one object a promise; and by an effort's name the setting
+    # that a server takes for it, with the mean thinking tokens, their share, the accuracy lost.
     calibrations: list[dict[str, Any]] | None = None
     efforts: dict[str, dict[str, Any]] | None = None
     ospruner_version: str | None = None  # of the package that saved the configuration
@@ -128,10 +127,7 @@ class OSPrunerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The configuration that a file holds; ValueError where it is none.
-
-        A base that begins with "../" lies beside the policy's folder, wherever that is.
-        """
+        """What a file holds, or ValueError; a base that begins with "../" lies beside it."""
         try:
             own, name = kwargs.get("name_or_path", ""), "base_model_name_or_path"
             if str(config_dict.get(name)).startswith("../") and os.path.isdir(own):
@@ -166,6 +162,9 @@ class OSPrunerConfig(PreTrainedConfig):
             for name in names.split():
                 if not isinstance(value := vars(self)[name], kind):
                     raise TypeError(f"{owner}: {name} is {shown(value)}; it must be {kind}")
+        for one in self.calibrations or ():
+            if lacks := {"max_loss", "confidence", "mode", "threshold", "price"} - {*one}:
+                raise ValueError(f"{owner}: {sorted(lacks)} lack in calibrations: calibrate anew")
         ranged = self.price_range
         pair = isinstance(ranged, list | tuple) and len(ranged) == 2
         if not pair if self.head == "price" else ranged is not None:

@@ -35,6 +35,7 @@ from ospruner.train.untrained import untrained
 from .conftest import RANGE, command, make_labels, trained_on
 
 TWOS: dict[str, Any] = dict.fromkeys(CALIBRATION_FIELDS, 2.0)
+ENOUGH = {name: TWOS[name] for name in CALIBRATION_FIELDS[:5]}  # for generate
 
 
 def test_the_price_of_indifference_is_what_thresholds_compare(
@@ -259,7 +260,8 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it() -> None:
 @pytest.mark.parametrize(
     ("field", "wrong", "said"),
     [
-        ("calibrations", [{"max_loss": 0.1}], "must have the fields max_loss, confidence, mode, t"),
+        ("calibrations", [{"max_loss": 0.1}], ".'confidence', 'mode', .* lack in calibrations"),
+        ("calibrations", [ENOUGH], "must have the fields max_loss, confidence, mode, t"),
         ("calibrations", [TWOS], "mode is 2.0"),
         ("calibrations", [TWOS | {"mode": "sample"}], "max_loss is 2.0"),
         ("efforts", {"tiny": {}}, "efforts: a name is 'tiny'"),
