@@ -136,7 +136,7 @@ def environment() -> Iterator[Finding]:
         cpu = f"cpu, {torch.get_num_threads()} threads"
         yield Finding("device", "mps" if torch.backends.mps.is_available() else cpu)
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
-            advice = "label a base in bfloat16 with --set dtype=float32, if it fits: it is faster"
+            advice = "bases are labelled and read in float32; serve with --dtype float32"
             yield Finding("cpu", "computes no bfloat16", "note", advice)
 
 

@@ -33,9 +33,9 @@ class EngineOptions:
     base: str  # its folder or Hub id; for "openai" also the model's name at the endpoints
     revision: str | None = None  # of a Hub id
     batch_size: int | None = None  # rows, or requests, at once; None for the engine's default
-    # Such as "float32", "bfloat16". "auto" is the base's own, but for "transformers" on a CPU:
-    # there it is float32, which gives the same in any batch; "bfloat16" is several times as fast
-    # where the CPU has units for it.
+    # Such as "float32", "bfloat16". "auto" is the base's own, but float32 on a CPU: with "vllm" on
+    # one that computes no bfloat16, with "transformers" on any, which gives the same in any batch;
+    # there "bfloat16" is several times as fast where the CPU has units for it.
     dtype: str = "auto"
     device: str | None = None  # such as "cpu", "cuda"; None for the best there is
     urls: tuple[str, ...] = ()  # endpoints

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ospruner.bases import dtype_on
 from ospruner.optional import needed
 
 from .calling import Ask, AskingEngine, Reply, Server
@@ -69,6 +70,8 @@ class VLLMEngine(AskingEngine):
             os.environ.setdefault(_IN_PROCESS, "0")
             os.environ.setdefault(_CACHE_SPACE, "4")  # GB; its own choice is 92 % of the memory
             engine_args.setdefault("block_size", _CPU_BLOCK)
+            if engine_args.get("dtype", "auto") == "auto":
+                engine_args["dtype"] = dtype_on(torch.device("cpu"), base, revision)
             self.batch_effects = (
                 "vLLM on a CPU draws for a whole call, so a trace depends on its neighbours there"
             )
