@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,7 +166,10 @@ def served(
     asked = f"serve {policy} --served-model-name policy {asked} --block-size 32"
     asked += " --enforce-eager" * (DEVICE == "cpu")
     command = [sys.executable, "-m", "ospruner.cli", *asked.split()]
-    with running_server(command, environment, policy.with_name("server.log")) as url:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        running_server(command, environment, Path(logs) / "server.log") as url,
+    ):
         yield url
 
 

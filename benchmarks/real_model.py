@@ -16,7 +16,8 @@ These commands run one after the other, each as one would type it; all of them a
     ospruner train        one policy of every price (of so many seeds), and the baselines on the
                           same pass of the base
     ospruner compare      whole methods and fixed thresholds; --online, seconds in transformers
-    benchmarks/serve.py   seconds in vLLM; engines.py, what each engine labels a second
+    benchmarks/serve.py   seconds in vLLM, of a batch that drains; serve_http.py, under steady load;
+                          engines.py, what each engine labels a second
 
 `--studies` adds: `paper`, a policy for each price as the paper trains it; `grid`, each baseline
 with the passes and rates, of a small grid, with which its frontier on validation is best. What
@@ -248,6 +249,12 @@ class RealModel:
             *("--json", self.numbers("served")),
         )
         self.run(
+            "load gsm8k",
+            *("serve_http.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
+            *("--dtype", args.dtype, "--streams", 1, 8, 64, *seed),
+            *("--json", self.numbers("load")),
+        )
+        self.run(
             "online gsm8k",
             *("ospruner", "compare", labels, policy, "--online", "--base", args.base),
             *("--limit", 16, "--samples", 1, *seed, "--out", str(self.out / "online")),
@@ -276,7 +283,7 @@ class RealModel:
         for file in sorted(self.out.glob("*/**/numbers.json")):
             kind, *name = file.relative_to(self.out).parts[:-1]
             numbers = json.loads(file.read_text("utf-8"))
-            if kind in ("served", "engines", "promises"):
+            if kind in ("served", "load", "engines", "promises"):
                 found[kind] = numbers
             else:
                 found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers

@@ -24,6 +24,7 @@ import os
 import random
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,10 +39,13 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.demo import POLICY
 from ospruner.demo.shipped import Reasoner
+from ospruner.eval.problems.problem import user_message
 from ospruner.serving.core import RowCore
 from ospruner.serving.requests import StopRequest
+from ospruner.train.labels.labelling import problem_of
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
@@ -58,7 +62,8 @@ HOST_STREAMS, HOST_STEPS, HOST_ROUNDS = (1, 16, 64, 256), 500, 8
 class Case:
     """A base with its policy in folders, and the requests that both engines are given.
 
-    `early` are the policy's settings in arm "early", `sampling` those of all requests.
+    `early` are the policy's settings in arm "early", `sampling` those of all requests. `asked` are
+    the prompts' problems, as a user writes them; None where they are not of problems.
     """
 
     name: str
@@ -68,6 +73,15 @@ class Case:
     max_tokens: int
     early: dict[str, Any]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    asked: list[str] | None = None
+
+
+def add_policy(parser: ArgumentParser) -> None:
+    """The options of `policy_case`."""
+    parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
+    parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
+    parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
+    parser.add_argument("--dtype", default="float32", help="of the bases")
 
 
 def budget(tokens: int) -> dict[str, Any]:
@@ -76,13 +90,18 @@ def budget(tokens: int) -> dict[str, Any]:
     return {**NEVER, **own}
 
 
-def policy_case(policy: Path, labels: Path, requests: int, price: float) -> Case:
+def policy_case(policy: Path, labels: Path | None, requests: int, price: float) -> Case:
     """A policy on its own base and the first prompts of labels; it stops as at a price."""
+    if labels is None:
+        raise SystemExit("--policy needs --labels, whose prompts all arms are given")
     found, config = load_labels(labels), OSPrunerConfig.from_pretrained(policy)
-    prompts = [list(ids) for ids in found.traces["prompt_ids"][:requests]]
+    rows = found.traces.take(min(requests, len(found.traces)))
+    fmt = ReasoningFormat.from_dict(found.settings.reasoning_format)
+    prompts = [list(ids) for ids in rows["prompt_ids"]]
+    asked = [user_message(problem_of(row), fmt) for row in rows]
     longest = found.settings.max_new_tokens + found.settings.max_answer_tokens
     base, early = config.base_model_name_or_path, {"stop_mode": "threshold", "stop_price": price}
-    return Case(Path(base).name, Path(base), policy, prompts, longest, early)
+    return Case(Path(base).name, Path(base), policy, prompts, longest, early, asked=asked)
 
 
 def reasoner_case(folder: Path, requests: int, max_tokens: int, **tail: Any) -> Case:
@@ -252,18 +271,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of each pass (default: twice the streams)")
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--layers", type=int, default=2, help="that the policy copies")
-    parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
-    parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
-    parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
-    parser.add_argument("--dtype", default="float32", help="with --policy: of its base")
+    add_policy(parser)
     parser.add_argument("--host-time", action="store_true", help="the plug-in's own, no engine")
     args = timing.parse(parser)
     if args.host_time:
         rounds = 1 if args.quick else HOST_ROUNDS
         timing.print_last_line(host_times(args.seed, rounds), args.json)
         return
-    if args.policy and args.labels is None:
-        parser.error("--policy needs --labels, whose prompts both engines are given")
     requests, often = args.requests or 2 * args.streams, (args.rounds, args.streams)
     with tempfile.TemporaryDirectory() as name:
         folder, tail = Path(name), {"tuning": args.tuning, "num_policy_layers": args.layers}

@@ -1,15 +1,20 @@
 """Latency over HTTP, policy off and on: vLLM's load generator against `ospruner serve`.
 
     python benchmarks/serve_http.py [--quick] [--streams 1 16 64] [--json FILE] [--seed N]
+    python benchmarks/serve_http.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
 
 One server on the embedded reasoner's policy, then one on that of random weights in 28 layers. Each
 gets the same chat requests, so many at a time, streamed: with the policy off, on and never
 stopping, and stopping at the first step end after a budget. The load generator is that of
 `vllm bench serve`, called as a module: as one request ends the next one is sent. The random base
 writes tokens of a short list, of which one ends a paragraph, up to `max_tokens`.
+
+With `--policy`, its own base takes the place of both, greedily on the labels' problems, and it
+stops early by itself, as at a price.
 """
 
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -19,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import serve  # sets vLLM up for CPUs, too
 import timing
 from bases import VLLM_NEVER, served
-from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
 from transformers import AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
@@ -34,16 +39,17 @@ from ospruner.formats import guess
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
 
 
-def serving(case: Case, dtype: str) -> AbstractContextManager[str]:
+def serving(case: serve.Case, dtype: str) -> AbstractContextManager[str]:
     """The address of a server of a case's policy."""
     # Prefix caching off: the second pass would find the first one's prompts computed.
-    asked = f"--opt-in --dtype {dtype} --max-model-len 1024 --no-enable-prefix-caching"
+    longest = 512 + case.max_tokens
+    asked = f"--opt-in --dtype {dtype} --max-model-len {longest} --no-enable-prefix-caching"
     # The server has an engine process; `serve` turned that off for engines of its own.
     return served(case.policy, asked, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
 
 
 def send(
-    url: str, case: Case, body: Mapping[str, Any], requests: int, streams: int, seed: int
+    url: str, case: serve.Case, body: Mapping[str, Any], requests: int, streams: int, seed: int
 ) -> dict[str, Any]:
     """One pass of the load generator over the first requests of a case; `body` goes with each.
 
@@ -55,21 +61,23 @@ def send(
         RuntimeError: a request failed.
     """
     tokenizer = AutoTokenizer.from_pretrained(case.policy)
-    chats = [user_message(one, guess(tokenizer)) for one in draw_split("test", requests, 0)]
-    problems = case.policy.with_name("problems.jsonl")
-    problems.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in chats))
+    toys = (user_message(one, guess(tokenizer)) for one in draw_split("test", requests, 0))
+    chats = itertools.islice(itertools.cycle(case.asked or toys), requests)
     asked = f"--backend openai-chat --endpoint /v1/chat/completions --base-url {url} --seed {seed}"
     asked += f" --model {case.policy} --served-model-name policy --skip-chat-template"
-    asked += f" --dataset-name custom --dataset-path {problems} --num-prompts {requests}"
+    asked += f" --dataset-name custom --num-prompts {requests}"
     asked += f" --custom-output-len {case.max_tokens} --max-concurrency {streams} --disable-tqdm"
     asked += (
         f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99 --save-detailed"
     )
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    arguments = parser.parse_args([*asked.split(), "--extra-body", json.dumps(body)])
-    with contextlib.redirect_stdout(sys.stderr):
-        result = generate_load(arguments)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as problems:
+        problems.writelines(json.dumps({"prompt": one}) + "\n" for one in chats)
+        problems.flush()
+        more = ["--dataset-path", problems.name, "--extra-body", json.dumps(body)]
+        with contextlib.redirect_stdout(sys.stderr):
+            result = generate_load(parser.parse_args([*asked.split(), *more]))
     if result["failed"]:
         raise RuntimeError(f"{result['failed']} of {requests} requests failed: {result['errors']}")
     answers = tokenizer(result["generated_texts"], add_special_tokens=False).input_ids
@@ -80,7 +88,7 @@ def send(
     return {**found, "generated_tokens": tokens, "thinking_tokens": tokens - sum(map(len, answers))}
 
 
-def measure(case: Case, args: Any) -> dict[str, Any]:
+def measure(case: serve.Case, args: Any) -> dict[str, Any]:
     """All arms on one server at each number of streams, printed as tables."""
     arms = {"off": {"stop_policy": False}, "never": VLLM_NEVER, "on": case.early}
     bodies = {arm: {**case.sampling, "vllm_xargs": ours} for arm, ours in arms.items()}
@@ -103,18 +111,23 @@ def main() -> None:
     sizes = {"tokens": (256, 96, "a request, of the random base")}
     quick = "the random base alone, shorter; its numbers are rough"
     parser = timing.options(__doc__, quick, sizes=sizes)
-    parser.add_argument("--streams", type=int, nargs="+", default=[STREAMS], help="at a time")
+    parser.add_argument("--streams", type=int, nargs="+", default=[serve.STREAMS], help="at a time")
     parser.add_argument("--shape", default="256", help="the random base's: tiny, 7b, or a width")
-    parser.add_argument("--dtype", default="float32", help="of both bases")
+    serve.add_policy(parser)
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--requests", type=int, help="of each pass (default: 3 times the streams)")
     args = timing.parse(parser)
     with tempfile.TemporaryDirectory() as name:
         folder, built = Path(name), {"dtype": args.dtype, "tuning": args.tuning}
-        case = random_case(folder, 0, args.shape, args.tokens, args.seed, **built)
-        result = {"random": measure(case, args)}
-        if not args.quick:
-            case = reasoner_case(folder / "reasoner", 0, 600, tuning=args.tuning)
+        if args.policy:
+            most = args.requests or 3 * max(args.streams)
+            case = serve.policy_case(args.policy, args.labels, most, args.price)
+            result = {case.name: measure(case, args), "price": args.price}
+        else:
+            case = serve.random_case(folder, 0, args.shape, args.tokens, args.seed, **built)
+            result = {"random": measure(case, args)}
+        if not (args.policy or args.quick):
+            case = serve.reasoner_case(folder / "reasoner", 0, 600, tuning=args.tuning)
             result["reasoner"] = measure(case, args)
     asked = {one: vars(args)[one] for one in ("streams", "shape", "tokens", "seed")}
     timing.print_last_line({**result, **asked}, args.json)

@@ -23,7 +23,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_ospruner import TokenFormat
-from ospruner.demo import REASONER, demo
+from ospruner.demo import POLICY, REASONER, demo
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
@@ -276,6 +276,16 @@ def test_serve_over_http(run_script: RunScript) -> None:
             assert f"{measure}_p99_ms" in printed
         assert 0 < on["thinking_tokens"] < on["generated_tokens"] < off["generated_tokens"]
         assert never["generated_tokens"] > on["generated_tokens"]
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_policy_is_served_over_http(run_script: RunScript, repo_dir: Path) -> None:
+    labels, asked = repo_dir / "tests/goldens/labels", ("--streams", "2", "--requests", "5")
+    own = ("--policy", str(POLICY), "--labels", str(labels), "--price", "1e-3")
+    result, _ = run_script("serve_http.py", *own, *asked, here=False)
+    off, never, on = (result["reasoner"]["2"][arm] for arm in ("off", "never", "on"))
+    assert off["generated_tokens"] == never["generated_tokens"] > on["generated_tokens"] > 0
 
 
 @pytest.mark.slow
