@@ -117,7 +117,7 @@ def label_stored(
     Raises:
         ValueError: bad problems, a folder that holds something else or other settings, a full disk,
             or a broken grader.
-        EnginesDownError: no server is left; what was committed is kept.
+        EnginesDownError: no server is left; what was finished is kept.
         Exception: that of the first trace, where all that raise one do so again alone, and so does
             one that was done before.
     """
@@ -222,7 +222,7 @@ class LabelStream:
                         settings.max_answer_tokens,
                         fmt.box_state if settings.answer == "forced" else None,
                     )
-                except EnginesDownError:
+                except (EnginesDownError, KeyboardInterrupt):
                     self._settle()
                     raise
                 except OSError:  # such as a full disk

@@ -174,6 +174,19 @@ def test_an_engine_that_breaks_ends_the_run(requests: int, chunk: int, run: Runs
         assert run() == run("whole", 12)
 
 
+def test_an_interrupted_run_keeps_what_is_finished(run: Runs) -> None:
+    """Also before a quarter of the window is."""
+
+    def watch(kind: str, number: int) -> None:
+        if len(run.log) > 45:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(chunk=12, watch=watch)
+    assert 0 < run.manifest()["traces"] < 12
+    assert run(chunk=12) == run("whole", 12)
+
+
 def test_a_row_that_is_none_ends_the_run_and_is_not_left_out(run: Runs) -> None:
     """It is the first that is done, while others are sampled."""
     first = [ValueError("it is no row"), *[None] * 99]
