@@ -12,15 +12,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo import POLICY, REASONER, demo
@@ -29,8 +27,6 @@ from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results, prices_of
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import FAMILIES
-from ospruner.scoring import stop_logits
-from ospruner.train.untrained import untrained
 
 from ..own_process import needs_vllm
 
@@ -165,29 +161,6 @@ def test_a_drift_is_seen_and_seldom_where_there_is_none(
     late = script.alarms(draws < np.where(np.arange(600) < 300, 0.1, 0.3), 0.1)
     assert (late <= 600).mean() > 0.95
     assert 300 < np.median(late) < 400
-
-
-def test_a_hybrid_begins_near_the_reasoner_and_its_policies_add_or_not(
-    load_script: Callable[[str], ModuleType],
-) -> None:
-    script = load_script("benchmarks/hybrid.py")
-    reasoner: Any = Reasoner()  # whose tokenizer is a fast one
-    torch.manual_seed(0)
-    hybrid = script.begun_as(reasoner.model).eval()
-    examples = script.draw_examples(reasoner.tokenizer, 8, "test", 7, True, script.SECOND_CYCLE)
-    batch = script.batches_by_length(examples, 4096, Random(0))[0]
-    fresh = AutoModelForCausalLM.from_config(hybrid.config)
-    near, far = (script.divergence(one, reasoner.model, batch) for one in (hybrid, fresh))
-    assert near < far / 2
-    ids = torch.tensor(batch[0][:1, :50])
-    hidden = hybrid.model(input_ids=ids, use_cache=False).last_hidden_state
-    for form in (script.COPIES, script.NOTHING):
-        with script.made_as(form):
-            made = untrained(hybrid, reasoner.tokenizer)
-        torch.nn.init.normal_(made.policy.head.weight)
-        base_would_say = made.policy.head(hidden)[..., 0]
-        added = torch.allclose(stop_logits(made, ids), base_would_say, atol=1e-3)
-        assert added == (form == script.COPIES), form
 
 
 @pytest.fixture(scope="module")
