@@ -4,7 +4,7 @@
 
 What `ospruner compare LABELS budget:BUDGET --online --set answer=free --set samples=1` measures in
 transformers, by a server of an untrained policy on the labels' base, which never stops by itself.
-All replies are asked for at a time, in the labels' own tokens, without a seed: that can end vLLM
+All replies are asked for at once, in the labels' own tokens, without a seed: that can end vLLM
 0.32 on a CPU. A trace as long as the labels' cap is closed at its next step end. The file's form is
 that of the comparison.
 """
@@ -13,11 +13,13 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import timing
 from bases import VLLM_NEVER, served, vllm_on_a_cpu
@@ -27,7 +29,6 @@ from transformers import AutoModelForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.online import (
-    NEVER,
     How,
     OnlineProblem,
     SampleRow,
@@ -36,7 +37,7 @@ from ospruner.eval.online import (
 )
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
-from ospruner.rules import Budget, StopRule
+from ospruner.rules import Budget
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
@@ -48,7 +49,7 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
         folder = Path(name) / "policy"
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         fmt = ReasoningFormat.from_dict(settings.reasoning_format)
-        untrained(model, load_tokenizer(base, None), reasoning_format=fmt).save_pretrained(folder)
+        untrained(model, load_tokenizer(base), reasoning_format=fmt).save_pretrained(folder)
         del model
         most = prompt + settings.max_new_tokens + settings.max_answer_tokens
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GB
@@ -57,40 +58,29 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
             yield url
 
 
+@dataclass
 class Asker:
-    """Asks a server for all replies at a time; its `run` is what `evaluate_online` calls."""
+    """Asks a server for replies."""
 
-    def __init__(
-        self,
-        url: str,
-        settings: LabelSettings,
-        base: str,
-        rules: Sequence[StopRule],
-        problems: Sequence[OnlineProblem],
-    ) -> None:
-        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1e5, max_retries=0)
-        self._records = f"{url}/ospruner/stops"
-        self._settings, self._task = settings, open_task(settings.task)
-        self._tokenizer = load_tokenizer(base, None)
-        pool = ThreadPoolExecutor(len(rules) * len(problems))
-        self._rows: dict[float | None, list[Future[SampleRow]]] = {
-            rule.parameter: [
-                pool.submit(self._ask, int(rule.parameter or 0), number, one)
-                for number, one in enumerate(problems)
-            ]
-            for rule in rules
-        }
+    url: str
+    said: LabelSettings
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=1e5, max_retries=0)
+        self.task = open_task(self.said.task)
 
     def run(self, how: How, batch: Sequence[OnlineProblem], start: int) -> list[SampleRow]:
-        """A row for each problem."""
-        return [row.result() for row in self._rows[how.parameter][start : start + len(batch)]]
+        """A row for each problem, asked for at a time."""
+        with ThreadPoolExecutor(len(batch)) as pool:
+            return list(pool.map(partial(self._ask, int(how.parameter or 0)), batch))
 
-    def _ask(self, budget: int, number: int, one: OnlineProblem) -> SampleRow:
-        said, cap, name = self._settings, self._settings.max_new_tokens, f"{budget}-{number}"
+    def _ask(self, budget: int, one: OnlineProblem) -> SampleRow:
+        said, cap, name = self.said, self.said.max_new_tokens, uuid4().hex
         budget = min(cap, budget)
         keys = {**VLLM_NEVER, "max_thinking_tokens": budget, "stop_id": name}
         keys["max_answer_tokens"] = said.max_answer_tokens
-        reply = self._client.completions.create(
+        reply = self.client.completions.create(
             model="policy",
             prompt=list(one.prompt_ids),
             max_tokens=cap + said.max_answer_tokens,
@@ -98,21 +88,21 @@ class Asker:
             top_p=said.top_p,
             extra_body={"vllm_xargs": keys, "return_token_ids": True},
         )
-        told: Any = self._client.get(f"{self._records}/{name}", cast_to=object)
+        told: Any = self.client.get(f"{self.url}/ospruner/stops/{name}", cast_to=object)
         ids = reply.choices[0].model_dump()["token_ids"]
         count = told["answer_tokens"]
         added = int(count == said.max_answer_tokens)  # an end of text after a cap
-        text = str(self._tokenizer.decode(ids[len(ids) - count - added :]))
+        text = str(self.tokenizer.decode(ids[len(ids) - count - added :]))
         plain = not said.reasoning_format["think_end"]
         if plain and told["reason"] == "natural" and not count:  # the trace is the reply
-            text = str(self._tokenizer.decode(ids[: told["thinking_tokens"]]))
-        answer = self._task.read_free(text) or ""
+            text = str(self.tokenizer.decode(ids[: told["thinking_tokens"]]))
+        answer = self.task.read_free(text) or ""
         cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")
         return SampleRow(
             tokens=min(told["thinking_tokens"], cap),
             answer_tokens=count,
             answer=answer,
-            correct=self._task.grade(answer or None, one.problem) or 0.0,
+            correct=self.task.grade(answer or None, one.problem) or 0.0,
             reason="cap" if cut else told["reason"],
             rethinks=told["rethinks"],
             seconds=math.nan,  # all share the server
@@ -141,10 +131,13 @@ def main() -> None:
     about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
     longest = max(len(one.prompt_ids) for one in problems)
     with serving(settings, base, args.dtype, longest) as url:
-        rules = [Budget(args.budget)]
-        generate = Asker(url, settings, base, [NEVER, *rules], problems).run
         report = evaluate_online(
-            problems, rules, generate, settings, about, batch_problems=len(problems)
+            problems,
+            [Budget(args.budget)],
+            Asker(url, settings, load_tokenizer(base)).run,
+            settings,
+            about,
+            batch_problems=len(problems),
         )
     columns = ["accuracy", "tokens", "answer_after_stop", "answer_after_end", "rethought"]
     print(report.frame[["method", "setting", *columns]].to_string())

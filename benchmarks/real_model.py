@@ -16,8 +16,7 @@ These commands run one after the other, each as one would type it; all of them a
     ospruner train        one policy of every price (of so many seeds), and the baselines on the
                           same pass of the base
     ospruner compare      whole methods and fixed thresholds; --online, seconds in transformers
-    benchmarks/serve.py   seconds in vLLM, of a batch that drains; serve_http.py, under steady load;
-                          engines.py, what each engine labels a second
+    benchmarks/serve.py   seconds in vLLM, of a batch that drains; serve_http.py, under steady load
 
 `--studies` adds: `paper`, a policy for each price as the paper trains it; `grid`, each baseline
 with the passes and rates, of a small grid, with which its frontier on validation is best. What
@@ -78,7 +77,6 @@ FREE = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
 GRID = tuple(itertools.product((1, 2, 4, 8), (1.0, 0.3)))
 """Of the study "grid": passes, and shares of the rates that `ospruner train` takes."""
 PAPER = {"head": "fixed", "tuning": "layers", "average": 0, "prices": "auto", "num_train_epochs": 1}
-ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
@@ -239,7 +237,7 @@ class RealModel:
         self.numbers("promises").write_text(json.dumps(found, indent=1), "utf-8")
 
     def seconds(self) -> None:
-        """Seconds in vLLM and in transformers; and what each engine does while it labels."""
+        """Seconds in vLLM and in transformers."""
         args, labels = self.args, self.labels / "gsm8k"
         policy, seed = self.out / f"policies/price-{args.seed}", ("--seed", args.seed)
         self.run(
@@ -261,13 +259,6 @@ class RealModel:
             *("--json", self.numbers("online")),
             batch_problems=8,
         )
-        file = args.files and args.files / "gsm8k_train.jsonl.gz"
-        self.run(
-            "engines",
-            *("engines.py", "--base", args.base, "--format", args.format, "--prompt", args.prompt),
-            *("--dataset", *([file] if file else ["gsm8k", "--split", "train"])),
-            *("--limit", 32, *seed, "--arms", *ARMS, "--json", self.numbers("engines")),
-        )
 
     def collect(self) -> dict[str, Any]:
         """Everything that was measured, as one JSON object."""
@@ -283,7 +274,7 @@ class RealModel:
         for file in sorted(self.out.glob("*/**/numbers.json")):
             kind, *name = file.relative_to(self.out).parts[:-1]
             numbers = json.loads(file.read_text("utf-8"))
-            if kind in ("served", "load", "engines", "promises"):
+            if kind in ("served", "load", "promises"):
                 found[kind] = numbers
             else:
                 found.setdefault(kind, {})["/".join(name) or "gsm8k"] = numbers

@@ -14,12 +14,12 @@ run goes on.
 """
 
 import argparse
-import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import timing
 from rich.console import Console
 
@@ -28,11 +28,10 @@ from ospruner.demo import REASONER
 from ospruner.eval.evaluation import bootstrap_means, seed_weights
 from ospruner.eval.methods import price_grid
 from ospruner.eval.replay import replay
-from ospruner.eval.results import markdown_table
 from ospruner.eval.table import FloatArray, IntArray
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
-from ospruner.train.labels.loading import Labels, load_labels
+from ospruner.train.labels.loading import load_labels
 from ospruner.train.run_folder import has_ended, record_of
 from ospruner.train.trainer import StopTrainer
 
@@ -65,9 +64,10 @@ class Study:
         self.args, self.labels, self.out, self.forms = args, args.run / "labels", out, forms
         self.progress, self.states = progress, args.run / "states"
         self.seeds = range(args.seed, args.seed + args.seeds)
-        self.judged = cache(self._judged)
 
-    def _judged(self, split: str) -> Judged:
+    @cache  # noqa: B019 - a study is the whole process
+    def judged(self, split: str) -> Judged:
+        """The traces of a split; all share the base."""
         more: dict[str, Any] = {"states": self.states, "progress": self.progress}
         more["limit"] = self.args.limit
         model = None if split == "validation" else self.judged("validation").model
@@ -83,16 +83,11 @@ class Study:
                 own["learning_rate"] = rate * first["learning_rate"]
                 own["head_learning_rate"] = first["head_learning_rate"]
             own |= {"base": str(self.args.base), "states": str(self.states), "seed": seed}
+            own.setdefault("limit", self.args.limit)
             config = StopConfig(str(out), bf16=self.args.bf16 or None, disable_tqdm=True, **own)
-            splits = (self._first(self.labels / split) for split in ("train", "validation"))
+            splits = (load_labels(self.labels / split) for split in ("train", "validation"))
             StopTrainer(config, *splits, progress=self.progress).train()
         return out
-
-    def _first(self, folder: Path) -> Labels:
-        """The labels that `limit` leaves."""
-        labels = load_labels(folder)
-        count = min(self.args.limit or len(labels.traces), len(labels.traces))
-        return dataclasses.replace(labels, traces=labels.traces.take(count))
 
     def rewards(self, policy: Path, split: str) -> FloatArray:
         """(N,) what each trace earns, in points: the mean over the prices."""
@@ -144,23 +139,6 @@ def interval(ahead: FloatArray, problems: IntArray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def report(found: Forms) -> str:
-    """The forms as a Markdown table."""
-    rows = [
-        [
-            form,
-            f"{one['stored_bytes'] / 1e6:.2f}",
-            f"{one['rate']:g}",
-            f"{one['reward']:.2f}",
-            f"{one['ahead']:+.2f} [{one['ahead_low']:+.2f}, {one['ahead_high']:+.2f}]",
-            "yes" if one["ahead_low"] > BAR else "no",
-        ]
-        for form, one in found.items()
-    ]
-    heads = ["form", "MB", "rate, x default", "reward", "less the copies'", f"above {BAR:g}"]
-    return markdown_table(heads, rows)
-
-
 def options(doc: str | None) -> argparse.ArgumentParser:
     """Where the labels are, and how many seeds are trained."""
     parser = timing.options(doc)
@@ -185,7 +163,7 @@ def main() -> None:
     forms |= {form: FURTHER[form] for form in args.further}
     with PhaseBars(Console()) as bars:
         found = Study(args, forms, args.run / "tails", bars).measured()
-    print(report(found))
+    print(pd.DataFrame(found).T.drop(columns="each_seed").to_string())
     settings = {name: getattr(args, name) for name in ("seed", "bf16", "limit", "test")}
     timing.print_last_line({"forms": found, "bar": BAR, **settings}, args.json)
 

@@ -168,15 +168,6 @@ def bases(file: Content) -> str:
     return markdown_table(["base", *columns.values()], rows)
 
 
-def engines(file: Content) -> str:
-    """What each engine does a second while it labels."""
-    rows = []
-    for arm, one in file["arms"].items():
-        engine, _, dtype = arm.partition(":")
-        rows.append([engine, dtype, f"{one['thinking_tokens_per_second']:.0f}"])
-    return markdown_table(["engine", "computes in", "thinking tokens a second"], rows)
-
-
 def areas(file: Content) -> str:
     """Area under each method's frontier, and what OS-Pruner has more, or thinks less."""
     frame = Results.from_dict(file).frontiers
@@ -400,7 +391,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "speed": speed,
     "latency": latency,
     "after-cut": after_cut,
-    "engines": engines,
     "bases": bases,
 }
 
