@@ -53,8 +53,15 @@ docs: $(READY) ## these pages as a site, in site/, with search and the API; no n
 check-numbers: $(READY) ## compute anew what README and docs print, from the files they hold; no model
 	$(BIN)/python docs/check_numbers.py
 
-gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip install -e ".[vllm]")
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+gpu: $(READY) ## what one GPU shows in ten minutes, into runs/gpu (install vLLM first: pip install -e ".[vllm]")
+	mkdir -p runs/gpu
+	-$(BIN)/python benchmarks/generate.py --quick $(SIZE) --json runs/gpu/generate.json
+	-$(BIN)/python benchmarks/gpu.py train --json runs/gpu/train.json
+	-$(BIN)/python benchmarks/serve_http.py --quick $(SIZE) --streams 1 16 64 --json runs/gpu/serve.json
+	-$(BIN)/python benchmarks/gpu.py parity --json runs/gpu/parity.json
+	-$(BIN)/python benchmarks/labels.py --json runs/gpu/labels.json
+	-$(BIN)/python benchmarks/generate.py --quick $(SIZE) --attention flash_attention_2 --json runs/gpu/flash.json
+gpu: SIZE := --shape 7b --dtype bfloat16
 
 test-vllm-latest: ## the policy inside the newest vLLM; run it on a schedule
 	$(PYTHON) -m venv --clear $(LATEST)

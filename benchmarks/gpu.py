@@ -1,30 +1,18 @@
-"""What one GPU shows in ten minutes: the policy at R1-Distill-Qwen-7B's sizes, random weights.
+"""What one GPU shows of the policy at R1-Distill-Qwen-7B's sizes, with random weights.
 
-    make gpu [ARGS="--only generate train"]
-    python benchmarks/gpu.py [--tiny] [--tuning layers] [--json FILE]
+    python benchmarks/gpu.py {train,parity} [--tiny] [--tuning layers] [--json FILE]
 
-Nothing is downloaded. Each check runs in a process of its own, in order of worth, and says "held",
-"NOT HELD", or only what was seen; the numbers are written after each, so that what is cut off
-loses one check. `--tiny` takes a width of 128, on a CPU too: the test of this file.
+Nothing is downloaded. `make gpu` makes both checks, and runs the benchmarks that have a GPU's
+sizes. `--tiny` takes a width of 128, on a CPU too: the test of this file.
 
-generate   benchmarks/generate.py in bfloat16, with sdpa and FlashAttention 2: a policy that never
-           stops changes no token, one that stops changes none before its stop
 train      one optimiser step on 32 traces of 15,000 tokens: seconds, and peak memory
-serve      benchmarks/serve_http.py: `ospruner serve` with CUDA graphs, at 1, 16 and 64 streams
 parity     vLLM's probabilities of stopping against transformers', where requests are preempted
-labels     benchmarks/labels.py here: computed over unique tokens
 """
 
-import argparse
 import gc
-import json
 import random
-import subprocess
-import sys
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +21,6 @@ import timing
 import torch
 from bases import DEVICE, VLLM_NEVER
 from timing import timed
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
@@ -44,31 +31,16 @@ from ospruner.train.trainer import StopTrainer
 
 Found = dict[str, Any]
 SIZES: dict[str, Found] = {
-    "7b": {"dtype": "bfloat16", "tokens": 256, "traces": 32, "trace_tokens": 15_000}
-    | {"streams": (1, 16, 64), "blocks": 400},
-    "tiny": {"dtype": "float32", "tokens": 64, "traces": 8, "trace_tokens": 200}
-    | {"streams": (1, 4), "blocks": 9},
+    "7b": {"dtype": "bfloat16", "traces": 32, "trace_tokens": 15_000}
+    | {"streams": 64, "tokens": 256, "blocks": 400},
+    "tiny": {"dtype": "float32", "traces": 8, "trace_tokens": 200}
+    | {"streams": 4, "tokens": 64, "blocks": 9},
 }
-"""A request writes `tokens`, `streams` of them at a time; a training step takes `traces` of
-`trace_tokens`; `blocks` are pages of vLLM that are too few for all streams."""
+"""A training step takes `traces` of `trace_tokens`; `streams` requests of `tokens` each are in vLLM
+at a time, in `blocks` pages, which are too few for all."""
 TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
 """How far two engines' probabilities of stopping may lie apart."""
 PEAK_GIB = 60.0  # what a training step may take
-
-
-def benchmark(job: Namespace, script: str, *words: str) -> Found:
-    """The numbers of another benchmark; what it raises ends the check."""
-    file = job.folder / f"numbers-{script}.json"
-    command = [sys.executable, str(Path(__file__).with_name(script)), *words]
-    subprocess.run([*command, "--json", str(file), "--seed", str(job.seed)], check=True)
-    return dict(json.loads(file.read_text()))
-
-
-def check_generate(job: Namespace) -> Found:
-    """Parity and speed in transformers, for each implementation of attention that is there."""
-    kinds = ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
-    sizes = ("--quick", "--shape", job.shape, "--dtype", job.dtype, "--attention")
-    return {"held": True, **{one: benchmark(job, "generate.py", *sizes, one) for one in kinds}}
 
 
 def check_train(job: Namespace) -> Found:
@@ -93,13 +65,6 @@ def check_train(job: Namespace) -> Found:
     return found
 
 
-def check_serve(job: Namespace) -> Found:
-    """Latency and tokens a second over HTTP, with the policy off, never stopping, and on."""
-    sizes = ["--shape", job.shape, "--dtype", job.dtype, "--tokens", str(job.tokens)]
-    sizes += ["--tuning", job.tuning, "--streams", *map(str, job.streams)]
-    return {"held": None, **benchmark(job, "serve_http.py", "--quick", *sizes)}
-
-
 def check_parity(job: Namespace) -> Found:
     """Probabilities of stopping on vLLM's own tokens: vLLM's against transformers'.
 
@@ -115,7 +80,7 @@ def check_parity(job: Namespace) -> Found:
     own = {"additional_config": {"ospruner": {"stop_policy": False}}, "disable_log_stats": False}
     own |= {"gpu_memory_utilization": 0.6} if DEVICE == "cuda" else {"block_size": 32}
     own |= {"dtype": job.dtype, "max_model_len": job.tokens + 96, "seed": job.seed}
-    place, requests = str(job.folder / "policy"), range(max(job.streams))
+    place, requests = str(job.folder / "policy"), range(job.streams)
     engine = LLM(model=place, num_gpu_blocks_override=job.blocks, **own)
     draw = random.Random(job.seed)
     prompts = [draw.choices(words[1:], k=32) for _ in requests]
@@ -142,70 +107,24 @@ def check_parity(job: Namespace) -> Found:
     return {"held": held, **found}
 
 
-def check_labels(job: Namespace) -> Found:
-    """What `benchmarks/labels.py` finds here; vLLM forks on the GPU."""
-    quick = ["--quick"] if DEVICE == "cpu" else []
-    return {"held": None, **benchmark(job, "labels.py", *quick)}
-
-
-CHECKS: dict[str, Callable[[Namespace], Found]] = {  # in order of worth
-    name.removeprefix("check_"): check
-    for name, check in list(globals().items())
-    if name.startswith("check_")
-}
-
-
-def run_child(name: str, folder: Path, seconds: float) -> Found:
-    """One check in a process of its own; its output goes to a log in the folder."""
-    log, file = folder / f"{name}.log", folder / f"{name}.json"
-    command = [sys.executable, *sys.argv, "--check", name, "--folder", str(folder)]
-    started, error = time.monotonic(), None
-    with log.open("w") as output:
-        try:
-            subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=seconds, check=True
-            )
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as failed:
-            error = {"error": str(failed), "last_words": log.read_text("utf-8", "replace")[-1500:]}
-    found = json.loads(file.read_text()) if file.exists() else {"held": False}
-    return {**found, **(error or {}), "seconds": round(time.monotonic() - started, 1)}
-
-
 def main() -> None:
-    """Runs the checks in turn; the last line is JSON."""
+    """Makes one check; the last line is JSON, the exit status 1 where it is not held."""
     parser = timing.options(__doc__)
+    checks = {"train": check_train, "parity": check_parity}
+    parser.add_argument("check", choices=checks)
     tiny: Found = {"action": "store_const", "dest": "shape", "const": "tiny", "default": "7b"}
     parser.add_argument("--tiny", **tiny, help="tiny sizes: minutes on a CPU")
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=[*CHECKS], help="these checks")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all checks (default: 10)")
-    parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = timing.parse(parser)
     if DEVICE == "cpu" and args.shape != "tiny":
-        raise SystemExit("no GPU is here; --tiny runs the same checks on a CPU, at tiny sizes")
-    if args.check:
-        job = Namespace(**vars(args), **SIZES[args.shape])
-        (args.folder / f"{args.check}.json").write_text(json.dumps(CHECKS[args.check](job)))
-        return
-    told = {"shape": args.shape, "seed": args.seed, "tuning": args.tuning}
-    result: Found = {**told, **timing.environment(), "checks": {}}
-    end = time.monotonic() + 60 * args.minutes
+        raise SystemExit("no GPU is here; --tiny makes the same check on a CPU, at tiny sizes")
     with tempfile.TemporaryDirectory() as folder:
-        for check in args.only:
-            found: Found = {"held": None, "not_run": "no time left"}
-            if (left := end - time.monotonic()) >= 1:
-                found = run_child(check, Path(folder), left)
-            word = {True: "held", False: "NOT HELD", None: "seen"}[found.pop("held")]
-            result["checks"][check] = {"verdict": word, **found}
-            print(f"{check}: {word}")
-            for key, value in found.items():
-                print(f"  {key}: {json.dumps(value)}", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(result) + "\n")
-    timing.print_json(result, args.json)
-    if any(found["verdict"] == "NOT HELD" for found in result["checks"].values()):
-        raise SystemExit(1)
+        job = Namespace(**vars(args), **SIZES[args.shape], folder=Path(folder))
+        found = checks[args.check](job)
+    asked = {"check": args.check, "shape": args.shape, "seed": args.seed, "tuning": args.tuning}
+    timing.print_last_line({**asked, **found}, args.json)
+    if found["held"] is False:
+        raise SystemExit(f"{args.check}: NOT HELD")
 
 
 if __name__ == "__main__":

@@ -249,12 +249,8 @@ def test_after_cut(run_script: RunScript, repo_dir: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @needs_vllm
 def test_each_check_of_the_gpu_runs_on_a_cpu(run_script: RunScript) -> None:
-    result, printed = run_script("gpu.py", "--tiny", "--minutes", "30", "--seed", "3", here=False)
-    verdicts = {name: found["verdict"] for name, found in result["checks"].items()}
-    held = {"generate", "parity"}
-    assert {name for name, verdict in verdicts.items() if verdict == "held"} == held, printed
-    assert len(verdicts) == 5
-    assert set(verdicts.values()) == {"held", "seen"}, printed
-    assert result["checks"]["parity"]["steps"] > 0
-    served = result["checks"]["serve"]["random"]["4"]
-    assert served["on"]["generated_tokens"] < served["off"]["generated_tokens"]
+    trained, _ = run_script("gpu.py", "train", "--tiny", here=False)
+    assert trained["seconds_a_step"] > 0
+    found, printed = run_script("gpu.py", "parity", "--tiny", "--seed", "3", here=False)
+    assert found["held"], printed
+    assert found["steps"] > 0
