@@ -166,12 +166,6 @@ class Bench:
         same = torch.equal(pruned[:, :kept], plain[:, :kept])
         return "a policy changed the tokens before its stop" * (not same)
 
-    def tail_over_base(self, tuning: str) -> float:
-        """The policy's weights over the base's."""
-        modules = self.models[tuning].policy, self.base
-        policy, base = (sum(p.numel() for p in module.parameters()) for module in modules)
-        return policy / base
-
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
@@ -192,9 +186,6 @@ def main() -> None:
         said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
         ratios = bench.ratios(batch, kind, tuning, args.runs)
         result |= timing.show(prefix + name, f"{said}, {tuning}, batch {batch}", ratios)
-    for tuning, prefix in TUNINGS.items():
-        result[f"{prefix}tail_over_base"] = share = bench.tail_over_base(tuning)
-        print(f"{f'weights of the tail, {tuning}':46}{share:.1%} of the base's")
     timing.print_last_line(result, args.json)
 
 

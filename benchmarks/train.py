@@ -9,8 +9,7 @@ has. Every arm takes whole optimiser steps on the same batches; all but `every_p
 same loss:
 
 naive        one pass for each prefix, unpadded, its last token's logit
-padded       one pass a trace, in padded rows
-trainer      as `ospruner train`: the same with the last layer at step ends only
+trainer      as `ospruner train`: one pass a trace, the last layer at step ends only
 kept         the same from the trunk's states in memory, as in all epochs but the first
 queries      kept, for a policy that is queries only
 every_price  kept, for a policy of every price on six of them (another loss)
@@ -29,7 +28,6 @@ import pandas as pd
 import timing
 import torch
 from bases import Shape, random_base, random_traces
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_ospruner.policy_ospruner import price_logits
@@ -40,7 +38,6 @@ from ospruner.train.objective import batch_loss
 from ospruner.train.optimiser import optimizer_of
 from ospruner.train.policies import new_policy
 from ospruner.train.prices import prices_of_batch
-from ospruner.train.states import States
 from ospruner.train.tail import step_outputs
 from ospruner.train.traces import Batch, LabelledTraces
 
@@ -48,7 +45,6 @@ Ends = tuple[float, float]
 PENALTY = 1e-4
 RATIOS = {
     "trainer_over_naive": ("naive", "trainer"),
-    "trainer_over_padded": ("padded", "trainer"),
     "kept_over_naive": ("naive", "kept"),
     "queries_cost_ratio": ("queries", "kept"),
     "six_prices_cost_ratio": ("every_price", "kept"),
@@ -100,15 +96,6 @@ class Target:
         filled = logits.masked_scatter(batch.mask.to(stacked.device), stacked)
         return self.step(filled[..., None], batch)
 
-    def padded(self, traces: LabelledTraces) -> float:
-        """A step with one pass a trace, in rows as long as the longest."""
-        batch = traces.batch(np.arange(len(traces)))
-        ids = pad_sequence(list(map(torch.from_numpy, traces.tokens)), batch_first=True)
-        hidden, _ = reading(self.model, ids.to(self.model.base.device))
-        positions = batch.positions.to(hidden.device)
-        outputs = step_outputs(self.model.policy, States(hidden), positions, fast=False)
-        return self.step(outputs, batch)
-
     def trainer(self, traces: LabelledTraces) -> float:
         """A step as `ospruner train` computes the outputs."""
         rows = np.arange(len(traces))
@@ -136,7 +123,6 @@ def measure(args: Namespace) -> dict[str, Any]:
     }
     calls: dict[str, Callable[[], float]] = {
         "naive": partial(target.naive, traces),
-        "padded": partial(target.padded, traces),
         "trainer": partial(target.trainer, traces),
         "kept": partial(target.trainer, kept),
         "queries": partial(queries.trainer, keys),

@@ -74,7 +74,6 @@ def test_generate(run_script: RunScript) -> None:
         assert found[key] > 0
         low, high = found[f"{key}_interval"]
         assert low <= found[key] <= high
-    assert 0 < found["queries_tail_over_base"] < found["tail_over_base"] < 1
     assert "time, stopping at half, queries, batch 1" in printed
 
 
@@ -114,13 +113,13 @@ def test_train(run_script: RunScript) -> None:
     small = ("--limit", "2", "--width", "56", "--layers", "4", "--tokens", "30", "--steps", "5")
     found, _ = run_script("train.py", *small, "--rounds", "1")
     assert found["loss_difference"] < 1e-5
-    arms = {"naive", "padded", "trainer", "kept", "queries", "every_price"}
+    arms = {"naive", "trainer", "kept", "queries", "every_price"}
     assert set(found["arms"]) == arms
     for name in ("trainer_over_naive", "queries_cost_ratio", "six_prices_cost_ratio"):
         assert math.isfinite(found[name])
     operations = {name: arm["operations"] for name, arm in found["arms"].items()}
     # States in memory need no pass of the trunk.
-    assert operations["kept"] < operations["trainer"] < operations["padded"]
+    assert operations["kept"] < operations["trainer"]
     # Five outputs more of the head, forward and backward: all prices share the tail's pass.
     assert operations["kept"] < operations["every_price"] < 1.01 * operations["kept"]
     # Five step ends of thirty tokens, of which no keys are made.
