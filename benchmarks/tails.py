@@ -163,7 +163,8 @@ def main() -> None:
     forms |= {form: FURTHER[form] for form in args.further}
     with PhaseBars(Console()) as bars:
         found = Study(args, forms, args.run / "tails", bars).measured()
-    print(pd.DataFrame(found).T.drop(columns="each_seed").to_string())
+    table = pd.DataFrame(found).T.drop(columns="each_seed")
+    print(table.assign(**{f"above {BAR:g}": table["ahead_low"] > BAR}).to_string())
     settings = {name: getattr(args, name) for name in ("seed", "bf16", "limit", "test")}
     timing.print_last_line({"forms": found, "bar": BAR, **settings}, args.json)
 

@@ -191,7 +191,11 @@ def test_frontier_reads_a_demo(run_script: RunScript, tmp_path: Path) -> None:
     for spread in (spreads[name] for name in of_one_price):
         assert spread["accuracy_points"] > 0
         assert spread["accuracy_standard_error"] > 0
-    assert "spread over seeds: 2" in printed
+    assert "DO NOT HOLD" in printed
+    (run / "policies" / "seed1").rename(tmp_path / "seed1")
+    _, printed = run_script("frontier.py", "--run", str(run))
+    assert "one training seed: nothing is known" in printed
+    assert "DO NOT HOLD" not in printed
 
 
 @pytest.mark.slow
