@@ -52,7 +52,6 @@ HOUR, LEAST = 0.01, 0.005
 """Shares of the thinking tokens: what an hour of labelling must save more, and any round at all."""
 CONFIDENCE = 0.95
 _SHARES = {"train": 0.5, "validation": 0.5}
-_NOTED_EVERY = 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,9 @@ def looks_of(sizes: Sequence[int], max_loss: float) -> int:
     Each look spends an equal part of 1 - confidence, so that no promise taken at any of them breaks
     its word more often. Rounds too small for a promise, if nothing were lost, are not looked at.
     """
-    for first, size in enumerate(sizes):
-        looks = len(sizes) - first
+    for looks in range(len(sizes), 0, -1):
         level = (1 - CONFIDENCE) / looks / 2  # half of it goes to the second sequence
-        if exact_rejects(np.zeros((1, size // 2)), max_loss, level)[0]:
+        if exact_rejects(np.zeros((1, sizes[-looks] // 2)), max_loss, level)[0]:
             return looks
     return 1
 
@@ -189,11 +187,10 @@ def make(
             raise ValueError(f"{name} is {number}; it must be above 0")
     config = LabelConfig(base=base, dataset=dataset, **settings)
     known = frozenset(() if labels is None else read_labels(labels)["problem_id"])
-    identity = {"base": base, "dataset": dataset, "max_loss": max_loss, "problems": problems}
     had = None if labels is None else data_hash(read_manifest(labels))
-    identity |= {"labels": had, "settings": settings}
+    identity = {"base": base, "dataset": dataset, "max_loss": max_loss, "problems": problems}
     folder = Path(out)
-    with claimed(folder, identity):
+    with claimed(folder, identity | {"labels": had, "settings": settings}):
         if labels is not None and not (folder / "labels").exists():
             shutil.copytree(labels, folder / ".labels", dirs_exist_ok=True)
             (folder / ".labels").rename(folder / "labels")
@@ -206,9 +203,9 @@ def make(
         loaded = load_run_problems(config)
         Random(config.seed).shuffle(loaded.problems)
         loaded.problems.sort(key=lambda one: one.id not in known)
-        sizes = round_sizes(min(len(loaded.problems), problems or len(loaded.problems)))
-        more: dict[str, Any] = {"config": config, "loaded": loaded, "known": len(known)}
-        run = _Making(folder, sizes, max_loss, config.device, progress, **more)
+        sizes = round_sizes(len(loaded.problems[:problems]))
+        how = (max_loss, config.device, progress)
+        run = _Making(folder, sizes, *how, config=config, loaded=loaded, known=len(known))
         policy = run.go_on(tell, hours)
         _, validation = run.sides(run.best.problems)
         compared = compare(validation, [str(policy)], prices=(), **run.more)
@@ -222,31 +219,20 @@ class Rounds(ABC):
     """Labels in rounds: each trains a policy, calibrates it, and looks ahead.
 
     What a round labels and how it trains is a subclass's: that of `make`, or of the demo.
-
-    Attributes:
-        out: the folder, whose `run.json` holds the rounds and the seconds that they took.
-        sizes: problems that each round may have.
-        max_loss: the accuracy that may be lost, as a share.
-        device: where the base computes; None for the best there is.
-        show: is told of phases.
-        why: no further round is begun.
     """
 
-    out: Path
-    sizes: Sequence[int]
-    max_loss: float
-    device: str | None
-    show: Progress
-    why: str = field(default="", init=False)
+    out: Path  # the folder, whose `run.json` holds the rounds
+    sizes: Sequence[int]  # problems that each round may have
+    max_loss: float  # the accuracy that may be lost, as a share
+    device: str | None  # where the base computes; None for the best there is
+    progress: Progress  # is told of phases
+    why: str = field(default="", init=False)  # no further round is begun
 
     def __post_init__(self) -> None:
-        record = record_of(self.out)
-        self.rounds = [Round(**one) for one in record.get("rounds", [])]
+        self.rounds = [Round(**one) for one in record_of(self.out).get("rounds", [])]
         where = {"device": self.device, "states": str(self.out / "states")}
         self.more: dict[str, Any] = {**where, "progress": self.progress}  # as `compare` takes it
         self._looks = looks_of(self.sizes, self.max_loss)
-        self._seconds = float(record.get("seconds", 0.0))
-        self._since = self._noted = time.monotonic()
 
     @abstractmethod
     def label(self, size: int) -> tuple[Labels, Labels]:
@@ -273,16 +259,17 @@ class Rounds(ABC):
         """
         for one in self.rounds:
             tell(one.told(self.max_loss))
-        while (size := self._next_size(hours)) is not None:
-            tell(self._round(size).told(self.max_loss))
+        while not (why := self._enough(hours)):
+            tell(self._round(self.sizes[len(self.rounds)]).told(self.max_loss))
+        self.why = why
         policy, ignored = self.out / "policy", shutil.ignore_patterns("checkpoint-*", ".*")
         shutil.rmtree(policy, ignore_errors=True)
         return Path(shutil.copytree(self.folder(self.best.problems), policy, ignore=ignored))
 
     def finish(self, compared: Report, *, name: str, license: Mapping[str, str]) -> Path:
-        """Writes the policy's card, the report page of a comparison, which it returns, the curve.
+        """Writes the curve, the policy's card of this name and licence, a comparison's page.
 
-        The card has this name and licence.
+        The path of the page is returned.
         """
         policy, report = self.out / "policy", self.out / "report"
         shutil.rmtree(report, ignore_errors=True)
@@ -293,23 +280,21 @@ class Rounds(ABC):
         draw_rounds([vars(one) for one in self.rounds], title).savefig(self.out / "curve.png")
         return write_report(report)[0]
 
-    def _next_size(self, hours: float | None) -> int | None:
-        """How many problems the next round has; None for no further one, and `why`."""
+    def _enough(self, hours: float | None) -> str:
+        """Why no further round is begun; "" where one is."""
         if not self.rounds:
-            return self.sizes[0]
+            return ""
         last = self.rounds[-1]
         if len(self.rounds) == len(self.sizes):
-            self.why = f"all {last.problems:,} problems are labelled"
-        elif not worth_a_round(last):
-            self.why = "twice as many labels are not worth their hours"
-        elif hours is not None and last.hours + last.cost > hours:
-            self.why = f"{hours:g} hours would be exceeded"
-        else:
-            return self.sizes[len(self.rounds)]
-        return None
+            return f"all {last.problems:,} problems are labelled"
+        if not worth_a_round(last):
+            return "twice as many labels are not worth their hours"
+        exceeded = hours is not None and last.hours + last.cost > hours
+        return f"{hours:g} hours would be exceeded" if exceeded else ""
 
     def _round(self, size: int) -> Round:
         """Labels up to so many problems, trains, calibrates, and looks ahead."""
+        began = time.monotonic()
         training, validation = self.label(size)
         self.train(size, training, validation)
         policy, ours = self.folder(size), Judged(validation, **self.more)
@@ -327,44 +312,24 @@ class Rounds(ABC):
             done, before = self.rounds[-1].problems, self.rounds[-1].hours
             gained = ahead(lost, shares, n) - ahead(*_frontier(ours, self.folder(done)), n)
             expected += max(0.0, gained) / 2
-        fits = [
-            saves for one, saves in zip(lost, shares, strict=True) if one.mean() <= self.max_loss
-        ]
-        hours = self._hours()
-        self.rounds.append(
-            Round(
-                problems=size,
-                trained_on=len(training.traces),
-                tested_on=n,
-                hours=hours,
-                saved=saved,
-                frontier=float(max(fits, default=0.0)),
-                expected=float(expected),
-                cost=(hours - before) * size / (size - done),
-                promise=promise,
-            )
+        fits = shares[[one.mean() <= self.max_loss for one in lost]]
+        took = (time.monotonic() - began) / 3600
+        one = Round(
+            problems=size,
+            trained_on=len(training.traces),
+            tested_on=n,
+            hours=before + took,
+            saved=saved,
+            frontier=float(max(fits, default=0.0)),
+            expected=float(expected),
+            cost=took * size / (size - done),
+            promise=promise,
         )
-        self._note()
+        self.rounds.append(one)
+        note(self.out, rounds=[vars(one) for one in self.rounds])
         for checkpoint in policy.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
-        return self.rounds[-1]
-
-    def _hours(self) -> float:
-        now = time.monotonic()
-        self._seconds, self._since = self._seconds + now - self._since, now
-        return self._seconds / 3600
-
-    def _note(self) -> None:
-        self._noted = time.monotonic()
-        rounds = [vars(one) for one in self.rounds]
-        note(self.out, rounds=rounds, seconds=self._seconds)
-
-    def progress(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """A `Progress` that keeps the hours of a round that may be killed."""
-        if time.monotonic() > self._noted + _NOTED_EVERY:
-            self._hours()
-            self._note()
-        self.show(phase, done, total, note)
+        return one
 
 
 @dataclass(kw_only=True)
