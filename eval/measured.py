@@ -22,7 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.bases import input_device
-from ospruner.logits import top_entropy
+from ospruner.engines.interface import top_entropy
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import Family, StopRule
 from ospruner.rules.signals import Same, StepEnd, TrialAnswer

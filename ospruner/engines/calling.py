@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from modeling_ospruner.formats_ospruner import MarkerState, TokenFormat
-from ospruner.logits import top_entropy
 
 from .interface import (
     AnswerStop,
@@ -24,6 +23,7 @@ from .interface import (
     SamplingSettings,
     TokenCount,
     TraceJob,
+    top_entropy,
 )
 from .rows import Branch, SamplingRow
 

@@ -9,11 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import BoxState, MarkerState, TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.rules.signals import ENTROPY_TOKENS as ENTROPY_TOKENS
+
+
+def top_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats (...) over the ENTROPY_TOKENS most likely tokens of logits (..., V)."""
+    kept = logits.float().topk(min(ENTROPY_TOKENS, logits.shape[-1]), dim=-1).values
+    logs = kept.log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
 
 
 class EnginesDownError(ConnectionError):

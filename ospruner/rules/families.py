@@ -34,53 +34,32 @@ from .signals import (
     whole_entropy,
 )
 
-__all__ = [
-    "FAMILIES",
-    "Agreement",
-    "AnswerEntropy",
-    "Budget",
-    "Deer",
-    "Dynasor",
-    "Family",
-    "HaltCot",
-    "Loops",
-    "Puma",
-    "Refrain",
-    "RunJump",
-    "Step",
-    "StopRule",
-    "ThinkJustEnough",
-    "TrialConfidence",
-    "parse_rule",
-]
+__all__ = ["FAMILIES", "Family", "StopRule", "parse_rule"]
+__all__ += ["Agreement", "AnswerEntropy", "Budget", "Deer", "Dynasor", "HaltCot", "Loops", "Puma"]
+__all__ += ["Refrain", "RunJump", "Step", "ThinkJustEnough", "TrialConfidence"]
 
 Ask = Literal["trial_answer", "text", "thinking_entropy"]
 """What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
 
 ASKS: frozenset[Ask] = frozenset(get_args(Ask))
 
-_NEEDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
-    (tokens, "", ""),
-    (steps, "", ""),
-    (entropy, "trial_answer", "forced_entropy"),
-    (confidence, "trial_answer", "forced_logprob"),
-    (agreement, "trial_answer text", ""),
-    (run_jump, "trial_answer text", ""),
-    (whole_entropy, "trial_answer", "forced_answer_entropy"),
-    (thinking_entropy, "thinking_entropy", ""),
-    (repetition, "text", ""),
-    (repeats, "text", ""),
-    (confirmed, "trial_answer text", "forced_logprob"),
-)
+_NEEDS: dict[Callable[..., Any], tuple[frozenset[Ask], str]] = {
+    tokens: (frozenset(), ""),
+    steps: (frozenset(), ""),
+    entropy: (frozenset({"trial_answer"}), "forced_entropy"),
+    confidence: (frozenset({"trial_answer"}), "forced_logprob"),
+    agreement: (frozenset({"trial_answer", "text"}), ""),
+    run_jump: (frozenset({"trial_answer", "text"}), ""),
+    whole_entropy: (frozenset({"trial_answer"}), "forced_answer_entropy"),
+    thinking_entropy: (frozenset({"thinking_entropy"}), ""),
+    repetition: (frozenset({"text"}), ""),
+    repeats: (frozenset({"text"}), ""),
+    confirmed: (frozenset({"trial_answer", "text"}), "forced_logprob"),
+}
 """What our own signals ask step ends for, and the column of labels that they need."""
 
 MANY = 2.0**31 - 1
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge,
-    ">": operator.gt,
-    "<=": operator.le,
-    "<": operator.lt,
-}
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -123,10 +102,10 @@ class Family:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", self.method or self.name)
-        for signal, asks, reads in _NEEDS:
-            if signal is self.signal and self.asks is ASKS:  # unless another is said
-                object.__setattr__(self, "asks", frozenset(asks.split()))
-                object.__setattr__(self, "reads", reads)
+        if self.signal in _NEEDS and self.asks is ASKS:  # unless another is said
+            asks, reads = _NEEDS[self.signal]
+            object.__setattr__(self, "asks", asks)
+            object.__setattr__(self, "reads", reads)
 
     def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
         """The rule of a threshold, with settings of the signal, such as `every_tokens`.
@@ -354,24 +333,22 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
             no such family.
     """
     name, _, number = text.partition(":")
+    known: Mapping[str, Any] = FAMILIES
     if name.endswith(".py"):
-        kind, _, number = number.partition(":")
-        known = run_file(Path(name), "rule", f"a family {kind}")
-        if kind not in known:
+        file, (name, _, number) = name, number.partition(":")
+        known = run_file(Path(file), "rule", f"a family {name}")
+        if name not in known:
             own = [key for key, value in known.items() if isinstance(value, Family)]
             raise ValueError(
-                f"{name} defines no {kind!r}; its families are {', '.join(own) or 'none'}; a "
+                f"{file} defines no {name!r}; its families are {', '.join(own) or 'none'}; a "
                 "function of a step's end does, too"
             )
-        found = known[kind]
-    elif name in FAMILIES:
-        found = FAMILIES[name]
-    else:
+    elif name not in known:
         raise ValueError(
             f"rule {text!r} is not known{nearest(name)} Rules are written as {EXAMPLES}, or "
             "my_rules.py:MINE:0.5 for one of your own"
         )
-    family = Family.of(found)
+    family = Family.of(known[name])
     if not number:
         return family
     try:

@@ -9,36 +9,29 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, cache_utils
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned
 from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopPolicyConfig, StopRecord
-from ospruner.engines.interface import TokenCount
+from ospruner.engines.interface import TokenCount, top_entropy
 from ospruner.engines.rows import Branch
 from ospruner.engines.transformers.batch import RowBatch
 from ospruner.formats import guess
-from ospruner.logits import top_entropy
 
 from .signals import StepEnd, TrialAnswer
 
 _COPIED = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.LinearAttentionLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
 
@@ -103,6 +96,7 @@ class LiveRule:
         masked = self._format.reentry_ids if settings.mask_reentry else ()
         self._masked = torch.tensor(list(masked), dtype=torch.long)
         self._rows: dict[int, Any] = {}
+        self._spent = 0  # tokens of the trial answers at a step's end
         self._unchecked = "trial_answer" in rule.asks
         self._scores = self._drawn = torch.empty(0)  # the latter: entropies of the tokens to come
         self._entropies: dict[int, float] = {}  # sums over the thinking so far, by row
@@ -110,10 +104,9 @@ class LiveRule:
         # Of the forward that has passed last:
         self._thread = threading.get_ident()
         self._handle: Any = None
-        self._cache: Cache | None = None
+        self._cache: Any = None
         self._columns = 0
-        self._positions: torch.Tensor | None = None  # of the last column, (B or 1,)
-        self._axes = 2  # of the position ids: (B, S)
+        self._positions: torch.Tensor | None = None  # (B or 1, S)
         self._looking = True
 
     def __enter__(self) -> LiveRule:
@@ -148,27 +141,20 @@ class LiveRule:
 
     def _ask(self, row: int, record: StopRecord, ids: torch.Tensor) -> Said:
         decide = self._rows.setdefault(row, self._rule.for_row())
-        tokens, spent = record.thinking_tokens, 0
+        tokens, self._spent = record.thinking_tokens, 0
         before = record.step_ends[-1] if record.step_ends else 0
-
-        def trial_answer(max_tokens: int) -> TrialAnswer:
-            nonlocal spent
-            answer, cost = self._answer(row, max_tokens)
-            spent += cost
-            return answer
-
         end = StepEnd(
             row=row,
             step=len(record.step_ends),
             thinking_tokens=tokens,
             may_stop=tokens >= self._least,
-            trial_answer=trial_answer,
+            trial_answer=partial(self._answer, row),
             next_text=lambda: self._decode([int(self._scores[row].argmax())]),
             step_text=lambda: self._decode(ids[before - tokens :].tolist()),
             thinking_entropy=lambda: self._entropies[row] / tokens,
         )
         stops, signal = decide(end)
-        return Said(signal, None, stops, spent)
+        return Said(signal, None, stops, self._spent)
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None  # the rule reads texts
@@ -179,9 +165,7 @@ class LiveRule:
             return
         self._cache = kwargs.get("past_key_values")
         self._columns += kwargs["input_ids"].shape[1]
-        positions = kwargs.get("position_ids")
-        self._axes = 2 if positions is None else positions.dim()
-        self._positions = None if positions is None else positions[..., -1].reshape(-1)
+        self._positions = kwargs.get("position_ids")
 
     def _fork(self, row: int) -> DynamicCache:
         """A copy of one row of the cache.
@@ -189,32 +173,30 @@ class LiveRule:
         Raises:
             ValueError: the base's cache cannot be copied by rows.
         """
+        name, at, lacks = type(self._base).__name__, self._positions, ""
         if self._cache is None:
-            raise ValueError(
-                f"trial answers need past_key_values, which {type(self._base).__name__} does not "
-                "use: use a stop rule without trial answers"
-            )
-        if self._axes != 2:
-            raise ValueError(
-                f"trial answers need position_ids (B, S), and {type(self._base).__name__} has "
-                f"{self._axes} axes: use a stop rule without trial answers"
-            )
+            lacks = f"past_key_values, which {name} does not use"
+        elif at is not None and at.dim() != 2:
+            lacks = f"position_ids (B, S), and {name} has {at.dim()} axes"
+        if lacks:
+            raise ValueError(f"trial answers need {lacks}: use a stop rule without trial answers")
         return fork_row(self._cache, row)
 
     @torch.no_grad()
-    def _answer(self, row: int, max_tokens: int) -> tuple[TrialAnswer, int]:
+    def _answer(self, row: int, max_tokens: int) -> TrialAnswer:
         """Forces an answer after a row's last token, and decodes it greedily.
 
-        It gives the answer, and the number of tokens it took: those forced and those decoded.
+        The tokens it took, those forced and those decoded, are added to what is spent.
         """
         batch = RowBatch(self._base, TokenCount(), packed=False)
         batch.cache = self._fork(row)
-        tokens = self._columns
-        if self._positions is not None:
-            tokens = int(self._positions[row % len(self._positions)]) + 1
+        tokens, at = self._columns, self._positions
+        if at is not None:
+            tokens = int(at[row % len(at), -1]) + 1
         batch.seen = (torch.arange(self._columns) >= self._columns - tokens)[None]
         suffix = self._format.forced_suffix("forced")
-        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in batch.cache.layers)
+        linear = cache_utils.LinearAttentionLayer
+        recurrent = any(isinstance(layer, linear) for layer in batch.cache.layers)
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
         branch = Branch([], (), self._format.box_state)
@@ -234,9 +216,9 @@ class LiveRule:
         said = "" if self._tokenizer is None else self._decode(answer.ids)
         if answer.ended == "closed":
             said = said[: said.rfind(self._format.format.answer_end or "}")]
-        spent = len(suffix) + len(answer.ids) + (answer.ended == "eos")
+        self._spent += len(suffix) + len(answer.ids) + (answer.ended == "eos")
         tried = tuple(answer.ids), answer.ended, tuple(answer.logprobs), answer.entropy
-        return TrialAnswer(*tried, said, answer.whole_entropy), spent
+        return TrialAnswer(*tried, said, answer.whole_entropy)
 
 
 def fork_row(cache: Cache, row: int) -> DynamicCache:
@@ -246,21 +228,19 @@ def fork_row(cache: Cache, row: int) -> DynamicCache:
         ValueError: the cache, or one of its layers, is of a kind that cannot be copied by rows.
     """
     if type(cache) is not DynamicCache or cache.offloading:
+        how = " with offloading" if type(cache) is DynamicCache else ""
         raise ValueError(
-            f"trial answers cannot copy a row of a {type(cache).__name__}"
-            f"{' with offloading' if type(cache) is DynamicCache else ''}: leave "
+            f"trial answers cannot copy a row of a {type(cache).__name__}{how}: leave "
             "cache_implementation out, or use a stop rule without trial answers"
         )
-    forked, rows = copy.copy(cache), torch.LongTensor([row])
-    forked.layers = []
-    for i, layer in enumerate(cache.layers):
+    forked = copy.copy(cache)
+    forked.layers = [copy.copy(layer) for layer in cache.layers]
+    for i, layer in enumerate(forked.layers):
         if type(layer) not in _COPIED:
             raise ValueError(
                 f"trial answers cannot copy a row of a cache layer {type(layer).__name__} (layer "
                 f"{i}): use a stop rule without trial answers"
             )
-        own = copy.copy(layer)
-        vars(own).update({k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)})
-        own.reorder_cache(rows)
-        forked.layers.append(own)
+        vars(layer).update({k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)})
+        layer.reorder_cache(torch.LongTensor([row]))
     return forked

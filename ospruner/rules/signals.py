@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -29,26 +29,19 @@ _BIT = math.log(2)
 
 @dataclass(frozen=True)
 class TrialAnswer:
-    """A forced answer tried at a step end.
+    """A forced answer tried at a step end."""
 
-    Attributes:
-        ids: its tokens after the box prefix; the one that closed the box is included, one that
-            ended the text is not.
-        ended: "closed" by the brace that closes the box, "eos", or "length" at its cap.
-        logprobs: natural log-probability of each of `ids` under the model's plain (temperature 1)
-            distribution.
-        entropy: in nats, of the distribution at the first token over its 20 most likely tokens,
-            renormalised.
-        text: what `ids` say, without the closing brace; empty without a tokenizer.
-        whole_entropy: the sum of the same over all tokens of the answer, that of its end included:
-            the chain rule along the greedy answer. NaN where it is not known.
-    """
-
+    # Tokens after the box prefix, with one that closed the box, without one that ended the text.
     ids: tuple[int, ...]
+    # "closed" by the brace that closes the box, "eos", or "length" at its cap.
     ended: Literal["closed", "eos", "length"]
+    # Natural log-probability of each of `ids` under the model's plain (temperature 1) distribution.
     logprobs: tuple[float, ...]
+    # In nats, of the distribution at the first token over its 20 most likely tokens, renormalised.
     entropy: float
-    text: str = ""
+    text: str = ""  # what `ids` say, without the closing brace; empty without a tokenizer
+    # The sum of the same over all tokens of the answer, that of its end included: the chain rule
+    # along the greedy answer. NaN where it is not known.
     whole_entropy: float = math.nan
 
     @property
@@ -66,28 +59,18 @@ class TrialAnswer:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A row at the end of a step: what a rule is told, and may ask for, of labels and generate.
+    """A row at the end of a step: what a rule is told, and may ask for, of labels and generate."""
 
-    Attributes:
-        row: which of the rows.
-        step: the step's index, from 0.
-        thinking_tokens: L_i, the tokens generated through the step's end.
-        may_stop: whether `min_thinking_tokens` is reached; if not, a stop is ignored.
-        trial_answer: gives an answer forced here, of at most so many tokens; the row is left as it
-            is.
-        next_text: gives the text of the token that the model finds most likely to come next.
-        step_text: gives the text of the step that has ended here.
-        thinking_entropy: gives the mean entropy, in nats, at which the thinking's tokens so far
-            were drawn, each over the ENTROPY_TOKENS most likely tokens at temperature 1.
-    """
-
-    row: int
-    step: int
-    thinking_tokens: int
-    may_stop: bool
+    row: int  # which of the rows
+    step: int  # the step's index, from 0
+    thinking_tokens: int  # L_i, the tokens generated through the step's end
+    may_stop: bool  # whether `min_thinking_tokens` is reached; if not, a stop is ignored
+    # Gives an answer forced here, of at most so many tokens; the row is left as it is.
     trial_answer: Callable[[int], TrialAnswer]
-    next_text: Callable[[], str]
-    step_text: Callable[[], str]
+    next_text: Callable[[], str]  # gives the text of the token that most likely comes next
+    step_text: Callable[[], str]  # gives the text of the step that has ended here
+    # Gives the mean entropy, in nats, at which the thinking's tokens so far were drawn, each over
+    # the ENTROPY_TOKENS most likely tokens at temperature 1.
     thinking_entropy: Callable[[], float]
 
 
@@ -191,19 +174,15 @@ def run_jump(
     first, so that an answer which never changes can stop; with fewer than two earlier differences
     the jump alone decides; an incomplete answer ends its run and is none.
     """
-    for runs in _runs(ends, same, **trials):
-        *earlier, last = [b - a for a, b in pairwise(runs or ())] or [0]
-        above = bool(runs) and _above(last, earlier, significance)
-        yield math.nan if runs is None else float(last if above else 0)
-
-
-def _above(last: int, earlier: Sequence[int], significance: float) -> bool:
-    """Whether the mean of the earlier differences is below the last one."""
-    if len({*earlier}) < 2:  # nothing varies
-        return len(earlier) < 2 or last > earlier[0]
     from scipy.stats import ttest_1samp  # here: it is slow to import, and one rule's
 
-    return bool(ttest_1samp(earlier, last, alternative="less").pvalue < significance)
+    for runs in _runs(ends, same, **trials):
+        *earlier, last = [b - a for a, b in pairwise(runs or ())] or [0]
+        if len({*earlier}) < 2:  # nothing varies
+            above = len(earlier) < 2 or last > earlier[0]
+        else:
+            above = ttest_1samp(earlier, last, alternative="less").pvalue < significance
+        yield math.nan if runs is None else float(last if runs and above else 0)
 
 
 def whole_entropy(ends: Iterable[StepEnd], same: Same, **trials: Any) -> Iterator[float]:

@@ -21,7 +21,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ospruner.bases import input_device
-from ospruner.logits import last_logits
 
 from ..interface import TokenCount
 
@@ -151,7 +150,7 @@ class RowBatch:
     """Rows that decode side by side; `packed` where all layers are slots, and take any mask."""
 
     def __init__(self, model: PreTrainedModel, count: TokenCount, packed: bool) -> None:
-        self.model = model
+        self.model: Any = model
         self.count = count
         self.packed = packed
         self.device = input_device(model)
@@ -181,16 +180,19 @@ class RowBatch:
         # Where nothing is hidden but what comes after, attention is causal without any mask.
         plain = not start and S > 1 and bool((real[:, 1:] <= real[:, :-1]).all())
         size = S if plain or not self.packed else max(1, _MASK_NUMBERS // (B * (start + S)))
+        # Logits of other tokens than the last would, of a long prompt, fill gigabytes.
+        last = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         for low in range(0, S, size):
             high = min(low + size, S)
-            logits = last_logits(
-                self.model,
+            output = self.model(
                 input_ids=ids[:, low:high].to(self.device),
                 attention_mask=None if plain else self._mask(start + low, start + high),
                 position_ids=positions[:, low:high].to(self.device),
                 past_key_values=self.cache,
                 use_cache=True,
+                **last,
             )
+        logits: torch.Tensor = output.logits[:, -1]
         computed = int(real.sum())
         self.count.computed += computed
         self.count.padding += real.numel() - computed

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ospruner.logits import greedy, top_entropy
-
-from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
+from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount, top_entropy
 from ..rows import Branch
 from .batch import RowBatch, joined, padded
 from .choosing import batch_noise, is_close, run_alone
@@ -20,6 +18,13 @@ from .choosing import batch_noise, is_close, run_alone
 TOGETHER = 128
 """Answers that decode side by side at most: more of them only leave a processor's caches."""
 _PASS_TOKENS = 2048  # of traces that run in one pass; as above
+
+
+def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely tokens (...), and their log-probabilities in nats, of logits (..., V)."""
+    tokens = logits.argmax(-1)
+    best = logits.gather(-1, tokens[..., None])[..., 0].float()
+    return tokens, best - logits.float().logsumexp(-1)
 
 
 @dataclass
@@ -105,7 +110,7 @@ class Forks:
 
     def _push(self, branches: Sequence[Branch], logits: torch.Tensor) -> None:
         """Gives branches their next tokens, from logits (B, V)."""
-        tokens, logprobs = (values.tolist() for values in greedy(logits))
+        tokens, logprobs = (values.tolist() for values in _greedy(logits))
         close, entropies = is_close(logits, self.noise).tolist(), top_entropy(logits).tolist()
         for row, branch in enumerate(branches):
             if branch.options:
@@ -118,5 +123,5 @@ class Forks:
             token, logprob = tokens[row], logprobs[row]
             if close[row]:
                 alone = run_alone(self.model, [*branch.kept, *branch.ids], self.count)
-                token, logprob = (value.item() for value in greedy(alone))
+                token, logprob = (value.item() for value in _greedy(alone))
             branch.push(token, logprob, entropies[row], self.max_new_tokens, self.eos_ids)
