@@ -5,28 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import report_of, worth_asking
 from ospruner.eval.compute import Compute, ModelWork
-from ospruner.eval.evaluation import REPLICATES, Report
+from ospruner.eval.evaluation import Report
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base
@@ -35,9 +27,10 @@ from ospruner.eval.online import Generator, evaluate_online, labelled_problems
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.recorded import Method, Recorded
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
-from ospruner.eval.table import TraceTable
+from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, Step, StopRule, is_rule, parse_rule
+from ospruner.rules.signals import Same
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import load_labelled_base
 from ospruner.train.labels.loading import Labels, load_labels
@@ -48,30 +41,10 @@ __all__ = ["Judged", "compare"]
 ROUNDED_TRACES, ROUNDED_TOKENS = 2, 200  # on which replay's rounding is compared with generate's
 
 
-class _Writing(LogitsProcessor):
-    """Makes generate write these tokens."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = iter(ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The next one is the likeliest; none is forbidden, which a policy would refuse."""
-        written = scores.clone()
-        written[:, next(self._ids)] = scores.max() + 1
-        return written
-
-
 class Judged:
     """Labels with their base, which is loaded where a policy or a rule needs it.
 
-    Args:
-        labels: folder, Hub id, or what `ospruner.label` gave.
-        base: the base, where it lies elsewhere than when it was labelled.
-        limit: only the first so many traces.
-        device: where policies and verifiers compute; None for the best there is.
-        states: folder in which the trunk's states are kept; None for in memory.
-        progress: called with phases "trunk", "policies" and "thinking".
-        model: the base as it is already loaded, by other labels of it.
+    Arguments are those of `compare`; `model` is the base as other labels of it have loaded it.
     """
 
     def __init__(
@@ -93,24 +66,19 @@ class Judged:
         if limit is not None:
             self.traces = self.traces.take(min(limit, len(self.traces)))
         self.device, self.progress = device_named(device), progress
-        self._base, self._states, self._loaded = base, states, model
+        self._base, self._states = base, states
         self._said: dict[str, Predicted] = {}
         pinned = (self.settings.base_model, self.settings.base_revision)
         self.where = (base, None) if base else pinned
         known_revision(*self.where)  # refuses a policy
         self.tokenizer = load_tokenizer(*self.where)
+        if model is not None:
+            self.model = model
 
-    @property
+    @cached_property
     def model(self) -> PreTrainedModel:
         """The base."""
-        if self._loaded is None:
-            self._loaded, _ = load_labelled_base(self._base, self.labels, device=self.device)
-        return self._loaded
-
-    @property
-    def asked(self) -> str:
-        """The prompt of the labels, as the row of their full traces is called."""
-        return f"{FULL}, prompt {self.settings.task.get('prompt', 'default')}"
+        return load_labelled_base(self._base, self.labels, device=self.device)[0]
 
     @property
     def token_format(self) -> TokenFormat:
@@ -126,6 +94,11 @@ class Judged:
         prompts = np.array([len(ids) for ids in self.traces["prompt_ids"]], np.int64)
         compute = Compute(ModelWork.of_config(config), prompts, suffix_tokens)
         table = compute.charge(TraceTable.from_dataset(self.traces))
+
+        @cache
+        def entropies() -> FloatArray:
+            return thinking_entropies(self.model, self.traces, table, self.progress)
+
         return Split(
             self.traces,
             table,
@@ -133,14 +106,9 @@ class Judged:
             lambda ids: str(self.tokenizer.decode(ids)),
             compute,
             open_task(self.settings.task).same,
-            lambda: self.entropies,
+            entropies,
             self.said,
         )
-
-    @cached_property
-    def entropies(self) -> npt.NDArray[np.float64]:
-        """(N, T) see `thinking_entropies`."""
-        return thinking_entropies(self.model, self.traces, self.split.table, self.progress)
 
     @cached_property
     def _kept(self) -> LabelledTraces:
@@ -155,10 +123,21 @@ class Judged:
         return self._said[path]
 
     def said(self, use: PolicyUse) -> Predicted:
-        """What a policy, or a verifier, says at each step."""
-        if use.config.method == "flashthink":
-            return self._verdicts(use.path)
-        return self.predicted(use.path)
+        """What a policy, or a verifier, says at each step.
+
+        All that FlashThink's verifier reads until a stop is charged.
+        """
+        if use.config.method != "flashthink":
+            return self.predicted(use.path)
+        verifier = Verifier.load(use.path, self.settings, self.device)
+        tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
+        judged = verifier_traces(self.traces, self.tokenizer, tokenizer)
+        said = predict_outputs(verifier, judged)
+        read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
+        # At its natural end a trace needs no verdict: the verifier has read to the step before.
+        read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)
+        flops = ModelWork.of_config(verifier.base.config).read(0, read)
+        return dataclasses.replace(said, flops=flops, read_tokens=read)
 
     def rounding(self, use: PolicyUse) -> dict[str, Any]:
         """How far replay's stop probabilities lie from generate's, which rounds otherwise.
@@ -180,7 +159,7 @@ class Judged:
                 stop_policy=settings,
                 max_new_tokens=len(trace),
                 do_sample=False,
-                logits_processor=LogitsProcessorList([_Writing(trace)]),
+                logits_processor=[partial(_writing, [*row["prompt_ids"], *trace])],
             )
             said = [one for one in policy.last_stop[0].probabilities if not math.isnan(one)]
             differences += np.abs(np.array(said) - replayed[n, : len(said)]).tolist()
@@ -191,17 +170,15 @@ class Judged:
             "largest": max(differences),
         }
 
-    def _verdicts(self, path: str) -> Predicted:
-        """FlashThink's; all that the verifier reads until a stop is charged."""
-        verifier = Verifier.load(path, self.settings, self.device)
-        tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
-        judged = verifier_traces(self.traces, self.tokenizer, tokenizer)
-        said = predict_outputs(verifier, judged)
-        read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
-        # At its natural end a trace needs no verdict: the verifier has read to the step before.
-        read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)
-        flops = ModelWork.of_config(verifier.base.config).read(0, read)
-        return dataclasses.replace(said, flops=flops, read_tokens=read)
+
+def _writing(text: Sequence[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor that makes generate write a text, whose beginning `ids` (1, S) are.
+
+    The next token is the likeliest; none is forbidden, which a policy would refuse.
+    """
+    written = scores.clone()
+    written[:, text[ids.shape[1]]] = scores.max() + 1
+    return written
 
 
 def compare(
@@ -219,7 +196,6 @@ def compare(
     model: str | None = None,
     benchmark: str | None = None,
     limit: int | None = None,
-    replicates: int = REPLICATES,
     device: str | None = None,
     states: str | Path | None = None,
     progress: Progress = silent,
@@ -261,9 +237,8 @@ def compare(
         model: what tables call the base; None for the last part of its name.
         benchmark: what tables call the problems; None for the labels' own name.
         limit: only the first so many traces to measure on.
-        replicates: resamples of the frontiers' intervals.
         device: where policies and verifiers compute; None for the best there is.
-        states: folder in which the trunk's states are kept.
+        states: folder in which the trunk's states are kept; None for in memory.
         progress: called with phases "trunk", "policies" and "thinking", or "generate".
         online: generate anew on the labels' problems, with the labels' settings, in transformers:
             Pass@1 and wall-clock. Nothing is chosen then, so that each rule needs its threshold;
@@ -280,7 +255,7 @@ def compare(
             settings or of shared problems, or a rule that cannot be had.
     """
     if not methods and str(labels).endswith(".parquet"):
-        return report_of(Recorded.read(labels))
+        return comparison.report_of(Recorded.read(labels))
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
     if online and choose_on is not None:
@@ -289,17 +264,18 @@ def compare(
         raise ValueError(f"answer is {answer!r}: labels hold theirs; it goes with online")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
     ours = Judged(labels, base, limit=None if online else limit, **more)
-    wanted = _methods(methods, prices, choose_on is not None, ours.split)
+    wanted = _methods(methods, prices, choose_on is not None, ours.split.same)
     uses = {one.path: one for one in wanted if isinstance(one, PolicyUse)}
-    for use in uses.values():
-        # A verifier's base is its own; it knows whose traces it read.
-        if online or use.config.method != "flashthink":
-            refuse_other_base(use, ours.settings, any_task=across_tasks)
+    # A verifier's base is its own; it knows whose traces it read.
+    own = [use for use in uses.values() if online or use.config.method != "flashthink"]
+    for use in own:
+        refuse_other_base(use, ours.settings, any_task=across_tasks)
     named = {
         "model": model or Path(ours.settings.base_model).name,
         "benchmark": benchmark or Path(ours.name).name,
     }
-    asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
+    if rewards_at is None:
+        rewards_at = comparison.worth_asking(ours.split.table)
     if online:
         settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
         taken = [_generated(one) for one in wanted]
@@ -320,7 +296,7 @@ def compare(
             batch_problems=batch_problems,
             progress=progress,
         )
-        return dataclasses.replace(report, variant=variant, prices=asked_prices)
+        return dataclasses.replace(report, variant=variant, prices=tuple(rewards_at))
     theirs = None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
@@ -330,11 +306,12 @@ def compare(
                 f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
                 "label both with the same settings"
             )
-    others = {one.asked: one.split for one in (Judged(each, base, **more) for each in beside)}
+    others = {
+        f"{FULL}, prompt {one.settings.task.get('prompt', 'default')}": one.split
+        for one in (Judged(each, base, **more) for each in beside)
+    }
     made = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
-    own, about = [use for use in uses.values() if use.config.method != "flashthink"], {}
-    if own and ours.model.dtype != torch.float32:
-        about["rounding"] = ours.rounding(own[0])
+    rounds = bool(own) and ours.model.dtype != torch.float32
     return comparison.compare(
         ours.split,
         wanted,
@@ -342,10 +319,9 @@ def compare(
         train=None if train is None else Judged(train, base, **more).split,
         beside=others,
         variant=variant,
-        prices=asked_prices,
+        prices=tuple(rewards_at),
         settings=named | made,
-        replicates=replicates,
-        about=about,
+        about={"rounding": ours.rounding(own[0])} if rounds else {},
     )
 
 
@@ -367,7 +343,7 @@ def _methods(
     methods: Sequence[str | Path | StopRule | Family | Callable[..., Any]],
     prices: Sequence[float] | None,
     chooses: bool,
-    split: Split,
+    same: Same,
 ) -> list[Method]:
     """Policies first, as a user named them, then rules."""
     policies: list[str] = []
@@ -381,7 +357,7 @@ def _methods(
         elif not isinstance(one, str):
             rules.append(Family.of(one))
         elif is_rule(one) or (":" in one and not Path(one.partition("@")[0]).exists()):
-            rules.append(parse_rule(one, split.same))
+            rules.append(parse_rule(one, same))
         else:
             policies.append(one)
     uses = parse_policies(policies, prices)

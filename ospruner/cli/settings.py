@@ -42,7 +42,6 @@ class Comparing:
     charge: str = _opt("What AES and rewards count: thinking, generated, compute.", "thinking")
     train: str | None = _opt("Labels on which to fit LearnStop.")
     beside: tuple[str, ...] = _opt("Labels of the same problems by other prompts: more rows.", ())
-    replicates: int = _opt("Resamples of the frontiers' intervals.", 2000)
 
 
 @dataclass(frozen=True, kw_only=True)
