@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +16,7 @@ from huggingface_hub import ModelCard
 from scipy.optimize import brentq
 from scipy.special import rel_entr
 
-from modeling_ospruner.configuration_ospruner import (
-    MODES,
-    PriceRange,
-    check_choice,
-    check_number,
-)
+from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice, check_number
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.comparing import Judged
 from ospruner.durable import replace_file
@@ -120,14 +115,10 @@ def calibrate(
     for name, share in shares.items():
         check_choice("calibrate", "an effort", name, EFFORTS)
         check_number("calibrate", f"the share of effort {name}", share, 0, 1)
-    if not isinstance(policy, str | Path):
-        return _of_rule(Family.of(policy), values, labels, max_loss, confidence, mode)
-    if is_rule(str(policy)) and not Path(policy).is_dir():
-        rule = parse_rule(str(policy))
-        return _of_rule(rule, values, labels, max_loss, confidence, mode)
-    folder = Path(policy)
+    if not isinstance(policy, str | Path) or (is_rule(str(policy)) and not Path(policy).is_dir()):
+        return _of_rule(policy, values, labels, max_loss, confidence, mode)
+    folder, ours = Path(policy), labels
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
-    ours = labels
     if not isinstance(ours, Judged):
         ours = Judged(labels, base, device=device, states=states, progress=progress)
     _refuse_labels(ours)
@@ -148,30 +139,30 @@ def calibrate(
     promise = None
     if found.value is not None:
         price, threshold = kept = outcomes[int(found.value)][0]
+        own = None if price is None or threshold == PRICE_THRESHOLD else threshold
+        found = replace(found, value=threshold if price is None else price, threshold=own)
         said = ours.predicted(use.path)
         chosen = said.probabilities(price), threshold
-        found = replace(found, value=threshold if price is None else price)
-        if price is not None and threshold not in (None, PRICE_THRESHOLD):
-            found = replace(found, threshold=threshold)
+        stops, level = stop_weights(table, *chosen), (1 - confidence) / 2 / len(outcomes)
         facts = ("loss", "tokens_saved", "problems", "test", "full_accuracy", "natural_accuracy")
         promise = {name: vars(found)[name] for name in facts} | {
             "max_loss": max_loss,
             "confidence": confidence,
             **_stored(mode, kept),
             "data_hash": ours.labels.data_hash,
-            "disagreement": _disagreement(
-                ours, table, stop_weights(table, *chosen), (1 - confidence) / 2 / len(outcomes)
-            ),
-            "traffic": _traffic(table, said, *chosen),
+            "disagreement": _disagreement(ours, table, stops, level),
+            "traffic": _traffic(table, said, stops),
         }
     full, dial = replay_full(table), dict[str, dict[str, Any]]()
     for name in EFFORTS:
         most = shares[name] * full.mean_tokens
         careful = (one for one in outcomes if one[1].mean_tokens <= most)
         setting, outcome = next(careful, outcomes[-1])
-        share, loss = outcome.mean_tokens / full.mean_tokens, full.accuracy - outcome.accuracy
-        measured = {"tokens": outcome.mean_tokens, "share": share, "loss": loss}
-        dial[name] = _stored(mode, setting) | {key: round(one, 4) for key, one in measured.items()}
+        dial[name] = _stored(mode, setting) | {
+            "tokens": round(outcome.mean_tokens, 4),
+            "share": round(outcome.mean_tokens / full.mean_tokens, 4),
+            "loss": round(full.accuracy - outcome.accuracy, 4),
+        }
     _store(folder, promise, dial)
     return replace(found, efforts=dial)
 
@@ -194,20 +185,17 @@ def _settings(values: Sequence[Value] | None, known: PriceRange | None, mode: st
     """What values mean; raises ValueError where they do not stand from careful to bold."""
     if values is None:
         values = THRESHOLDS if known is None else price_grid(known)
-    if known is None:
-        what = "numbers in [0, 1] from careful (high) to bold (low)"
-        found: list[Setting] = [(None, one) for one in values if not isinstance(one, tuple)]
-        rises = [(0.0, -one) for _, one in found if one is not None and 0 <= one <= 1]
-    else:
+    what = "numbers in [0, 1] from careful (high) to bold (low)"
+    pairs: list[tuple[float | None, Any]] = [(None, one) for one in values]
+    if known is not None:
         what = "prices of a token from careful (low) to bold (high)"
         pairs = [one if isinstance(one, tuple) else (one, PRICE_THRESHOLD) for one in values]
         for price, _ in pairs:
             known.check("calibrate", price)
-        draws = mode == "sample"
-        found = [(price, None if draws else threshold) for price, threshold in pairs]
-        rises = [(price, 0.0 if draws else -one) for price, one in pairs if 0 <= one <= 1]
-    ordered = all(one < other for one, other in pairwise(rises))
-    if not (rises and len(rises) == len(values) and ordered):
+    fit = all(not isinstance(one, tuple) and 0 <= one <= 1 for _, one in pairs)
+    found = [(price, None if mode == "sample" else one) for price, one in pairs]
+    rises = [(price or 0.0, -(one or 0.0)) for price, one in found] if fit else []
+    if not rises or rises != sorted(set(rises)):
         raise ValueError(f"values is {list(values)}; give {what}, each once")
     return found
 
@@ -218,7 +206,7 @@ def _stored(mode: str, setting: Setting) -> dict[str, Any]:
 
 
 def _of_rule(
-    kind: StopRule | Family,
+    rule: Any,
     values: Sequence[Value] | None,
     labels: Any,
     max_loss: float,
@@ -226,6 +214,7 @@ def _of_rule(
     mode: str,
 ) -> Calibration:
     """The boldest threshold of a rule without training that keeps a promise."""
+    kind = parse_rule(str(rule)) if isinstance(rule, str | Path) else Family.of(rule)
     if isinstance(kind, StopRule):
         raise ValueError(f"{kind!r} has a threshold: give the name alone, and values to try")
     if mode != "threshold":
@@ -239,7 +228,7 @@ def _of_rule(
     _refuse_labels(ours)
     chosen = [kind(value) for value in numbers]
     found, table = measure(ours.split, kind), ours.split.table
-    outcomes = [(rule.threshold, found.outcome(table, rule)) for rule in chosen]
+    outcomes = [(one.threshold, found.outcome(table, one)) for one in chosen]
     salt = f"{kind.name}/{ours.labels.data_hash}"
     return boldest(table, outcomes, max_loss, confidence, salt=salt)
 
@@ -259,23 +248,20 @@ def _refuse_labels(ours: Judged) -> None:
 
 def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
     """Refuses labels forced after another sentence, and those that the policy was trained on."""
-    sentences = [
-        literals.get("wind_down", "")
-        for literals in (use.config.reasoning_format or {}, ours.settings.reasoning_format)
-    ]
-    if sentences[0] != sentences[1]:
+    formats = (use.config.reasoning_format or {}, ours.settings.reasoning_format)
+    own, theirs = (literals.get("wind_down", "") for literals in formats)
+    if own != theirs:
         raise ValueError(
-            f"{folder} stops with wind_down {sentences[0]!r}, the answers of {ours.name} were "
-            f"forced after {sentences[1]!r}: a promise holds for the policy's own; label with it"
+            f"{folder} stops with wind_down {own!r}, the answers of {ours.name} were forced after "
+            f"{theirs!r}: a promise holds for the policy's own; label with it"
         )
-    record = read_provenance(folder)
-    if "trained_on" in record.details:
-        known = set(record.details["trained_on"].split())
-        again = {one for one in ours.traces["problem"] if text_key(one) in known}
-    elif ours.labels.data_hash in {record.data_hash, *record.details.get("domains", {}).values()}:
-        again = set(ours.traces["problem"])  # a policy of the first days, which knows no texts
-    else:
-        again = set()
+    record, again = read_provenance(folder), set(ours.traces["problem"])
+    trained_on, domains = (record.details.get(name) for name in ("trained_on", "domains"))
+    if trained_on is not None:
+        known = set(trained_on.split())
+        again = {one for one in again if text_key(one) in known}
+    elif ours.labels.data_hash not in (record.data_hash, *(domains or {}).values()):
+        again = set()  # a policy of the first days knows no texts, its data alone
     if again:
         raise ValueError(
             f"{len(again)} problems of {ours.name} are among those that {folder} was trained on, "
@@ -285,10 +271,12 @@ def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
 
 
 def _traffic(
-    table: TraceTable, said: Predicted, pi: npt.NDArray[np.float32], threshold: float | None
+    table: TraceTable, said: Predicted, weights: npt.NDArray[np.float64]
 ) -> dict[str, Any]:
-    """How the calibration's traces are distributed, which a server compares its own with."""
-    weights = stop_weights(table, pi, threshold)
+    """How the calibration's traces are distributed, which a server compares its own with.
+
+    Weights (N, T) are how probably each trace stops at each step.
+    """
     first = said.probabilities() if said.indifference is None else said.indifference
     decided = first[table.num_steps > 1, 0].astype(np.float64)
     real = weights > 0
@@ -306,7 +294,7 @@ def _disagreement(
 
     The mean m over n problems is exceeded so far with probability `level` at most: the bound u has
     n KL(m, u) = ln(1 / level) (Hoeffding 1963, theorem 1), whatever the values in [0, 1]. Weights
-    (N, T) are how probably each trace stops at each step.
+    are those of `_traffic`.
     """
     differ = np.zeros_like(weights)
     for row, answers in zip(differ, ours.traces["forced_answers"], strict=True):
@@ -333,12 +321,9 @@ def _store(
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config["efforts"] = efforts
     if promise is not None:
-        others = [
-            one
-            for one in config.get("calibrations") or []
-            if any(one[name] != promise[name] for name in ("max_loss", "confidence"))
-        ]
-        config["calibrations"] = sorted([*others, promise], key=lambda one: one["max_loss"])
+        goal = itemgetter("max_loss", "confidence")
+        others = [one for one in config.get("calibrations") or () if goal(one) != goal(promise)]
+        config["calibrations"] = sorted([*others, promise], key=itemgetter("max_loss"))
     replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     told = ModelCard.load(card).data.to_dict() if card.is_file() else {}
     license = {key: value for key, value in told.items() if key.startswith("license")}
