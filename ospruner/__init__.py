@@ -32,20 +32,8 @@ if TYPE_CHECKING:
     from ospruner.train.labels.label import label
     from ospruner.train.trainer import StopTrainer
 
-__all__ = [
-    "OSPrunerForCausalLM",
-    "StopConfig",
-    "StopPolicyConfig",
-    "StopTrainer",
-    "calibrate",
-    "compare",
-    "demo",
-    "label",
-    "make",
-    "publish",
-    "rules",
-    "verify",
-]
+__all__ = ["OSPrunerForCausalLM", "StopConfig", "StopPolicyConfig", "StopTrainer"]
+__all__ += ["calibrate", "compare", "demo", "label", "make", "publish", "rules", "verify"]
 
 _WHERE = {
     "OSPrunerForCausalLM": "modeling_ospruner",

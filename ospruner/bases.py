@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,8 @@ from modeling_ospruner.policy_ospruner import (
 )
 
 _VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "vocab.txt", "tekken.json"),
 )
 _INSTEAD = (
     "A base is a decoder-only language model of transformers whose layers can be run on their own, "
@@ -54,7 +50,7 @@ def dtype_on(device: torch.device, where: str, revision: str | None = None) -> s
 
 
 def check_decoder(base: PreTrainedModel) -> None:
-    """Refuses a base whose last layers cannot be run on their own, by what is seen of it.
+    """Refuses a base whose last layers, by what is seen of it, cannot be run on their own.
 
     Raises:
         ValueError: naming the base's class, what it lacks, and what to use.
@@ -126,23 +122,16 @@ def empty_base(config: PreTrainedConfig) -> PreTrainedModel:
     return base
 
 
-def refuse_no_tokenizer(path: str, hub: Mapping[str, Any]) -> None:
-    """Refuses a repository without a vocabulary, of which transformers makes an empty tokenizer.
-
-    Args:
-        path: a repository or folder.
-        hub: where and how to find it; see `from_base`.
+def refuse_no_tokenizer(base: str, revision: str | None) -> None:
+    """Refuses a base without a vocabulary, of which transformers makes an empty tokenizer.
 
     Raises:
         ValueError: there is none.
     """
-    found = (
-        cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-        for name in _VOCABULARIES
-    )
-    if not any(found):
+    hub: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if not any(cached_file(base, name, **hub) for name in _VOCABULARIES):
         raise ValueError(
-            f"{path!r} has no tokenizer.json (nor {', '.join(_VOCABULARIES[1:])}): copy it again, "
+            f"{base!r} has no tokenizer.json (nor {', '.join(_VOCABULARIES[1:])}): copy it again, "
             "or save its tokenizer there with tokenizer.save_pretrained"
         )
 
@@ -150,24 +139,27 @@ def refuse_no_tokenizer(path: str, hub: Mapping[str, Any]) -> None:
 def layers_of_checkpoint(
     base: PreTrainedModel, numbers: Sequence[int], revision: str | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of some of the decoder's layers and its final norm, unquantised.
+    """The tensors of the decoder's layers of these numbers and its final norm, unquantised.
 
-    The checkpoint that base came from is opened once more with everything else left on disk.
-
-    Args:
-        base: a base that holds packed parameters, or none.
-        numbers: of the layers.
-        revision: the commit of the checkpoint; None for a folder.
+    The checkpoint that the base, packed or not, came from is opened once more with everything else
+    left on disk; `revision` is its commit, None for a folder.
 
     Raises:
         ValueError: the checkpoint itself is quantised in a way that cannot be undone.
     """
-    where = str(base.name_or_path)
+    where, ways = str(base.name_or_path), {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
     config = AutoConfig.from_pretrained(where, revision=revision)
-    arguments: dict[str, Any] = {}
+    undoing: dict[str, Any] = {}
     stored = vars(config).get("quantization_config")
     if stored is not None:
-        arguments["quantization_config"] = _undoing(stored, type(base).__name__)
+        method = stored["quant_method"] if isinstance(stored, dict) else stored.quant_method
+        if method not in ways:
+            raise ValueError(
+                f"the checkpoint of {type(base).__name__} is quantised ({method}) and its layers "
+                f"cannot be read unquantised (only {', '.join(ways)} can): make the policy on the "
+                "unquantised model; it may then be used on this one"
+            )
+        undoing["quantization_config"] = ways[method](dequantize=True)
     floats = (p.dtype for p in decoder_layers(base)[-1].parameters() if p.is_floating_point())
     dtype = base.dtype if is_quantised(base) else next(floats, torch.get_default_dtype())
     with tempfile.TemporaryDirectory() as folder:
@@ -178,14 +170,10 @@ def layers_of_checkpoint(
             device_map=_only_layers(base, numbers),
             offload_folder=folder,
             use_safetensors=True,
-            **arguments,
+            **undoing,
         )
-        tensors: dict[str, torch.Tensor] = {
-            name: tensor
-            for name, tensor in opened.get_decoder().state_dict().items()
-            if not tensor.is_meta
-        }
-    return tensors
+        tensors: dict[str, torch.Tensor] = opened.get_decoder().state_dict()
+        return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 def _only_layers(base: PreTrainedModel, numbers: Sequence[int]) -> dict[str, str]:
@@ -202,29 +190,12 @@ def _only_layers(base: PreTrainedModel, numbers: Sequence[int]) -> dict[str, str
     return device_map
 
 
-def _undoing(stored: Any, name: str) -> Any:
-    """The quantisation config that dequantises a checkpoint while it is read."""
-    method = stored["quant_method"] if isinstance(stored, dict) else stored.quant_method
-    ways = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
-    if method not in ways:
-        raise ValueError(
-            f"the checkpoint of {name} is quantised ({method}) and its layers cannot be read "
-            f"unquantised (only {', '.join(ways)} can): make the policy on the unquantised model; "
-            "it may then be used on this one"
-        )
-    return ways[method](dequantize=True)
-
-
 @torch.no_grad()
 def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
-    """Runs a few tokens through the base, and from layer L-n on through the fresh copies.
+    """Runs tokens through a base in eval mode, and from layer L-n on through its fresh copies.
 
     At the beginning of a text, across each length that the base's rotary settings name, and at the
     end of its positions.
-
-    Args:
-        base: a causal LM in eval mode.
-        policy: fresh copies of its last layers.
 
     Raises:
         ValueError: the two differ, or the copies cannot be run at once, in pieces and padded.
@@ -241,7 +212,7 @@ def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) 
     """What `check_tail` does, with positions that begin at `start`."""
     assert policy.tail is not None
     decoder, tail, n = base.get_decoder(), policy.tail, len(policy.layers)
-    device = execution_device(base, decoder.get_input_embeddings())
+    device = input_device(base)
     ids = torch.arange(2 * _PROBE, device=device).view(2, -1) % tail.config.vocab_size
     mask = torch.ones_like(ids)
     mask[1, :2] = 0

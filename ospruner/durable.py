@@ -57,16 +57,15 @@ def room_needed(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the path's place, atomically and durably, when all went well.
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a whole file, which takes the path's place atomically and durably.
 
     Whatever fails leaves the path as it was, and no partial file behind.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            yield file
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -80,12 +79,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a whole file atomically and durably."""
-    with replacing(path) as file:
-        file.write(content)
-
-
 def write_checked(path: Path, values: Mapping[str, Any]) -> None:
     """Writes JSON values with a checksum of them, as `replace_file` does."""
     checked = {**values, _CHECKSUM: _checksum_of(values)}
@@ -94,11 +87,7 @@ def write_checked(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path, way_out: str) -> dict[str, Any]:
-    """What `write_checked` wrote.
-
-    Args:
-        path: the file.
-        way_out: what to do where it is damaged.
+    """What `write_checked` wrote; `way_out` says what to do where it is damaged.
 
     Raises:
         DamagedError: the values are not those that were written.

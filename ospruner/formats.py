@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat
+from ospruner.provenance import read_object
 
 _SPACED = "a  b\n\nc\n \n   d"
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -60,9 +61,7 @@ def named(name: str) -> ReasoningFormat:
             "with the literals of a ReasoningFormat"
         )
     try:
-        literals = json.loads(Path(name).read_text(encoding="utf-8"))
-        if not isinstance(literals, dict):
-            raise ValueError(f"it holds a {type(literals).__name__}, and no object")
+        literals = read_object(Path(name))
     except ValueError as error:
         raise ValueError(
             f"format is {name!r}, a file that cannot be read ({error}): it must be UTF-8 JSON, "
@@ -116,8 +115,7 @@ def prepare(literals: ReasoningFormat, tokenizer: PreTrainedTokenizerBase) -> No
     """Makes `template_args` the defaults of a tokenizer's chat template, saved with it."""
     given = tokenizer.chat_template
     if isinstance(given, dict):  # of several templates by name
-        prepared = {name: _prepared(literals, one) for name, one in given.items()}
-        tokenizer.chat_template = prepared
+        tokenizer.chat_template = {name: _prepared(literals, one) for name, one in given.items()}
     elif given is not None:
         tokenizer.chat_template = _prepared(literals, given)
 

@@ -28,15 +28,7 @@ def silent(phase: str, done: int, total: int, note: str = "") -> None:
     """The callback that shows nothing."""
 
 
-UNITS = {
-    "grade": "traces",
-    "sample": "traces",
-    "fork": "traces",
-    "trunk": "traces",
-    "train": "batches",
-}
-
-
+UNITS = dict.fromkeys(("grade", "sample", "fork", "trunk"), "traces") | {"train": "batches"}
 SECONDS_A_LINE = 20.0
 
 
@@ -44,9 +36,6 @@ class PhaseBars(bars.Progress):
     """One bar a phase, drawn while the context is open; call it as a `Progress`.
 
     Where nobody draws (a pipe, a file), lines say what has begun, where it is, and what is done.
-
-    Attributes:
-        name: what the phases belong to, written before each phase's name.
     """
 
     def __init__(self, console: Console, name: str = "") -> None:
@@ -61,7 +50,7 @@ class PhaseBars(bars.Progress):
             console=console,
             disable=not console.is_terminal,
         )
-        self.name = name
+        self.name = name  # what the phases belong to, written before each phase's name
         self._told: dict[str, float] = {}  # when a phase's last line was printed
         self._of_phase: dict[str, bars.TaskID] = {}
 
@@ -70,15 +59,11 @@ class PhaseBars(bars.Progress):
         label = f"{self.name}: {phase}" if self.name else phase
         if label not in self._of_phase:
             kind = phase.rpartition(": ")[2]  # a job's phase bears its name
-            unit = UNITS.get(kind, kind)
-            self._of_phase[label] = self.add_task(label, unit=unit, note="")
-        self.update(self._of_phase[label], completed=done, total=total, note=note)
-        if self.disable:
-            self._say(label, done, total, note)
-
-    def _say(self, label: str, done: int, total: int, note: str) -> None:
+            self._of_phase[label] = self.add_task(label, unit=UNITS.get(kind, kind), note="")
+        task = self._of_phase[label]
+        self.update(task, completed=done, total=total, note=note)
         now, last = time.monotonic(), self._told.get(label, -math.inf)
-        if last < math.inf and (done >= total or now - last >= SECONDS_A_LINE):
+        if self.disable and last < math.inf and (done >= total or now - last >= SECONDS_A_LINE):
             self._told[label] = math.inf if done >= total else now
-            unit = self.tasks[self._of_phase[label]].fields["unit"]
-            self.console.print(f"{label}: {done} of {total} {unit} {note}".rstrip(), markup=False)
+            said = f"{label}: {done} of {total} {self.tasks[task].fields['unit']} {note}"
+            self.console.print(said.rstrip(), markup=False)

@@ -14,9 +14,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -41,62 +41,34 @@ RECORDED_PACKAGES = (
 
 @dataclass(frozen=True)
 class Provenance:
-    """How an artefact was made.
+    """How an artefact was made."""
 
-    Attributes:
-        command: The command line, without the folders of the interpreter or script.
-        created_utc: ISO 8601, to the second, with the offset +00:00.
-        packages: Version by distribution name, of the installed among `RECORDED_PACKAGES`.
-        python: Version of the interpreter.
-        platform: System and machine type, such as "Linux x86_64".
-        git_commit: Commit of OS-Pruner's own checkout; None where it runs from a wheel.
-        git_modified: Whether tracked files differed from that commit; None without a commit.
-        base_model: Hub id or name of the base; None where no base is involved.
-        base_revision: Commit of the base on the Hub; None for a local base.
-        data_hash: SHA-256 of the input data (see `hash_files`); None without data.
-        seed: Seed of the run; None where nothing is drawn.
-        details: Settings of the run, JSON values only.
-        files: SHA-256 by path: of a policy's weights, and once published of every file.
-        code: Of the flat code published with it: "version" of OS-Pruner, "commit" that last
-            changed the code, and whether it was "modified" since; empty before.
-    """
-
-    command: str
-    created_utc: str
-    packages: dict[str, str]
-    python: str
-    platform: str
-    git_commit: str | None
-    git_modified: bool | None
-    base_model: str | None
-    base_revision: str | None
-    data_hash: str | None
-    seed: int | None
-    details: dict[str, Any] = field(default_factory=dict)
+    command: str  # the command line, without the folders of the interpreter or script
+    created_utc: str  # ISO 8601, to the second, with the offset +00:00
+    packages: dict[str, str]  # version by name, of the installed among `RECORDED_PACKAGES`
+    python: str  # version of the interpreter
+    platform: str  # system and machine type, such as "Linux x86_64"
+    git_commit: str | None  # of OS-Pruner's own checkout; None where it runs from a wheel
+    git_modified: bool | None  # whether tracked files differed from it; None without a commit
+    base_model: str | None = None  # Hub id or name of the base; None where none is involved
+    base_revision: str | None = None  # commit of the base on the Hub; None for a local base
+    data_hash: str | None = None  # SHA-256 of the input data (see `hash_files`); None without
+    seed: int | None = None  # of the run; None where nothing is drawn
+    details: dict[str, Any] = field(default_factory=dict)  # settings of the run, JSON values only
+    # SHA-256 by path: of a policy's weights, and once published of every file.
     files: dict[str, str] = field(default_factory=dict)
+    # Of the flat code published with it: "version" of OS-Pruner, "commit" that last changed the
+    # code, and whether it was "modified" since; empty before.
     code: dict[str, Any] = field(default_factory=dict)
 
 
-def provenance(
-    folder: Path | str,
-    *,
-    seed: int | None,
-    base_model: str | None = None,
-    base_revision: str | None = None,
-    data_hash: str | None = None,
-    details: Mapping[str, Any] | None = None,
-    files: Mapping[str, str] | None = None,
-) -> Provenance:
+def provenance(folder: Path | str, *, seed: int | None, **made_of: Any) -> Provenance:
     """Records how the artefact in `folder` is made: the record, written as `provenance.json`.
 
     Args:
         folder: An existing folder; an earlier record in it is replaced, atomically.
-        seed: This and the others: see `Provenance`.
-        base_model: Likewise.
-        base_revision: Likewise.
-        data_hash: Likewise.
-        details: Likewise.
-        files: Likewise.
+        seed: See `Provenance`.
+        made_of: Other fields of it: base_model, base_revision, data_hash, details, files.
 
     Raises:
         ValueError: If `folder` does not exist or `details` holds something JSON cannot.
@@ -113,12 +85,8 @@ def provenance(
         platform=f"{platform.system()} {platform.machine()}",
         git_commit=commit,
         git_modified=modified,
-        base_model=base_model,
-        base_revision=base_revision,
-        data_hash=data_hash,
         seed=seed,
-        details=dict(details or {}),
-        files=dict(files or {}),
+        **made_of,
     )
     write_provenance(folder, record)
     return record
@@ -133,9 +101,8 @@ def write_provenance(folder: Path, record: Provenance) -> None:
     try:
         json.dumps(record.details, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"details={record.details!r} must hold JSON values only: {error}"
-        ) from error
+        said = f"details={record.details!r} must hold JSON values only: {error}"
+        raise ValueError(said) from error
     write_checked(folder / PROVENANCE_FILE, asdict(record))
 
 
@@ -150,8 +117,7 @@ def read_provenance(folder: Path | str) -> Provenance:
         raise ValueError(f"folder={str(folder)!r} has no {PROVENANCE_FILE}: it was not made here")
     values = read_checked(path, "put back the one that was written with the files beside it")
     known = {entry.name for entry in fields(Provenance)}
-    needed = known - {e.name for e in fields(Provenance) if e.default_factory is not MISSING}
-    if not needed <= set(values) <= known:
+    if not known - {"details", "files", "code"} <= set(values) <= known:
         raise ValueError(
             f"{path} holds {sorted(values)}, expected the fields {sorted(known)}: "
             "it was written by another version of ospruner"
@@ -265,16 +231,10 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def code_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Where published code comes from: `Provenance.code`.
+    """Where published code comes from, files in the package's folder: `Provenance.code`.
 
-    Args:
-        folder: The package's folder of the code.
-        names: Files in it.
-
-    Returns:
-        The package's version; the commit that last changed any of the files (not the checkout's
-        own, so that publishing the same code again says the same), None where they are not
-        tracked; and whether they differ from that commit.
+    The commit is the one that last changed any of the files, not the checkout's own, so that
+    publishing the same code again says the same; None where they are not tracked.
     """
     commit = modified = None
     if _git(folder, "ls-files", "--error-unmatch", *names):

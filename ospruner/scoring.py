@@ -13,10 +13,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from modeling_ospruner.configuration_ospruner import check_length
-from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import refuse_prompts
-from modeling_ospruner.policy_ospruner import LayerKeys, Reader, execution_device
+from modeling_ospruner.policy_ospruner import LayerKeys, Reader
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.bases import input_device
 
 
 class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
@@ -34,10 +34,7 @@ class TrunkReader(Reader):
 
 
 @torch.no_grad()
-def reading(
-    model: Any,
-    input_ids: torch.Tensor,
-) -> tuple[torch.Tensor, list[LayerKeys]]:
+def reading(model: Any, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerKeys]]:
     """What the policy reads, without gradient: the base runs once, and no further than needed.
 
     Returns:
@@ -52,11 +49,7 @@ def reading(
         return reader.hidden, reader.keys
 
 
-def stop_logits(
-    model: Any,
-    input_ids: torch.Tensor,
-    price: float | None = None,
-) -> torch.Tensor:
+def stop_logits(model: Any, input_ids: torch.Tensor, price: float | None = None) -> torch.Tensor:
     """The policy's logits (B, S) in float32, with gradient to the policy alone.
 
     A policy of every price takes the default price, or the given one.
@@ -95,8 +88,7 @@ def stop_probabilities(
         ValueError: a text is empty, or its thinking is not found, or a price that the policy does
             not know; or see `refuse_prompts`.
     """
-    device = execution_device(model.base, model.base.get_input_embeddings())
-    ids = torch.as_tensor(input_ids, device=device)
+    ids = torch.as_tensor(input_ids, device=input_device(model.base))
     if ids.dtype not in (torch.int64, torch.int32) and ids.numel():
         raise TypeError(f"input_ids holds {ids.dtype}; token ids are integers")
     rows = ids[None] if ids.dim() == 1 else ids  # (B, S)
@@ -104,34 +96,23 @@ def stop_probabilities(
         raise ValueError(
             f"input_ids has the shape {tuple(ids.shape)}; it must be (S,) or (B, S), not empty"
         )
+    if prompt_length is not None and not 1 <= prompt_length <= rows.shape[1]:
+        raise ValueError(
+            f"prompt_length is {prompt_length}; it must lie in 1..{rows.shape[1]}, the tokens of "
+            "the text (a policy needs a prompt)"
+        )
     refuse_prompts(rows, None, model.base.config)
-    found = []
+    fmt, found = model.token_format, []
     for row in rows:
-        places = _step_columns(row.tolist(), model.token_format, prompt_length)
-        found.append(torch.sigmoid(stop_logits(model, row[None], price=price)[0, places]))
+        span = fmt.thinking_span(row.tolist(), prompt_length)
+        if prompt_length is None and span.end == span.start:
+            raise ValueError(
+                f"no thinking was found in input_ids (format {fmt.format.name!r}, opened by "
+                f"{fmt.format.think_start!r} in the model's last turn); pass prompt_length, the "
+                "number of tokens before it"
+            )
+        ends = fmt.step_ends(row[span.start : span.end].tolist())
+        logits = stop_logits(model, row[None], price=price)[0, span.start :]
+        found.append(torch.sigmoid(logits[[end - 1 for end in ends]]))
     result = pad_sequence(found, batch_first=True, padding_value=torch.nan)
     return result[0] if ids.dim() == 1 else result
-
-
-def _step_columns(
-    ids: Sequence[int], token_format: TokenFormat, prompt_length: int | None
-) -> list[int]:
-    """Where the steps of a text end.
-
-    Raises:
-        ValueError: prompt_length is out of range, or no thinking is found.
-    """
-    if prompt_length is not None and not 1 <= prompt_length <= len(ids):
-        raise ValueError(
-            f"prompt_length is {prompt_length}; it must lie in 1..{len(ids)}, the tokens of the "
-            "text (a policy needs a prompt)"
-        )
-    span = token_format.thinking_span(ids, prompt_length)
-    if prompt_length is None and span.end == span.start:
-        raise ValueError(
-            f"no thinking was found in input_ids (format {token_format.format.name!r}, opened by "
-            f"{token_format.format.think_start!r} in the model's last turn); pass prompt_length, "
-            "the number of tokens before it"
-        )
-    ends = token_format.step_ends(ids[span.start : span.end])
-    return [span.start + end - 1 for end in ends]

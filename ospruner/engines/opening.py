@@ -77,7 +77,7 @@ def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenize
     """
     check_place("base", base)
     with _told(f"base is {base!r}, of which no tokenizer can be loaded", _A_BASE):
-        refuse_no_tokenizer(base, {"revision": revision})
+        refuse_no_tokenizer(base, revision)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, revision=revision)
     return tokenizer
 
