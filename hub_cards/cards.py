@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from ospruner.eval.results import RESULTS_FILE, Estimate, Results, markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
-from ospruner.train.labels.card import PREFIX_COLUMNS, card_configs
-from ospruner.train.labels.features import COLUMNS
-from ospruner.train.labels.folder import data_hash, shards_of
+from ospruner.train.labels.features import COLUMNS, PREFIX_COLUMNS
+from ospruner.train.labels.folder import card_configs, shards_of
 
 from .staging import Base, scrubbed
 
@@ -156,18 +156,17 @@ def labels_card(
     first = next(iter(manifests.values()))
     settings = {**first["settings"], "base_model": base.id, "base_revision": base.revision}
     traces = sum(manifest["traces"] for manifest in manifests.values())
-    files: dict[str, dict[str, tuple[list[str], str]]] = {"default": {}, "prefixes": {}}
-    for split, (prefix, manifest) in splits.items():
-        shards, hashed = shards_of(manifest), data_hash(manifest)
-        files["default"][split] = [prefix + shard.file for shard in shards], hashed
-        files["prefixes"][split] = [prefix + shard.view for shard in shards], hashed
+    shards = {
+        split: [replace(shard, file=prefix + shard.file) for shard in shards_of(manifest)]
+        for split, (prefix, manifest) in splits.items()
+    }
     data = DatasetCardData(
         license=license,
         task_categories=["text-generation"],
         tags=_TAGS,
         size_categories=next((size for most, size in _SIZES if traces < most), "n>1M"),
         pretty_name=name.rpartition("/")[2],
-        configs=card_configs(files),
+        configs=card_configs(shards, shards),
     )
     said = {**settings, **scrubbed(first.get("source", {}))}
     return DatasetCard.from_template(

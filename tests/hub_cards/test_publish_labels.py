@@ -13,8 +13,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
-from ospruner.train.labels.card import PREFIX_COLUMNS
-from ospruner.train.labels.features import COLUMNS
+from ospruner.train.labels.features import COLUMNS, PREFIX_COLUMNS
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.labels.store import Chunk, LabelStore
 

@@ -1,4 +1,4 @@
-"""A labelled trace: one row of a `datasets` dataset, its columns and their types.
+"""A labelled trace: one row of a `datasets` dataset, its columns, their types, and a view of it.
 
 Step i of a trace ends after L_i = `step_ends[i]` thinking tokens; there the answer
 `forced_answers[i]` was forced and graded A_i = `forced_correct[i]`. The last step is the natural
@@ -14,7 +14,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Features, List, Value
@@ -75,28 +75,43 @@ ended                 string    natural: the model ended its thinking; cap: it w
 
 FEATURES = Features({name: kind for name, (kind, _) in COLUMNS.items()})
 
-STEP_COLUMNS = ("step_ends", *(name for name, (_, text) in COLUMNS.items() if "per step" in text))
-"""Lists with one entry a labelled step."""
+PREFIX_COLUMNS = columns_of(
+    """\
+trace                 int32     number of the trace's row in the default configuration, from 0
+problem_id            string    as there
+sample_index          int32     as there
+family                string    as there
+step                  int32     which labelled step of the trace, from 1
+steps                 int32     labelled steps of the trace
+end                   int32     L_i: the prefix is the trace's first so many thinking tokens
+fraction              float32   the same as a share of the trace's tokens
+forced_answer         string    what stood in the box of the answer forced here
+correct               float32   A_i in [0, 1]; null where there is no verdict
+matches_final         bool      equal to the answer forced at the trace's last step
+answer_tokens         int32     generated tokens of the forced answer
+logprob               float32   their mean natural log-probability
+entropy               float32   in nats, over the 20 likeliest first tokens
+ungraded_reason       string    why there is no verdict
+ended                 string    how the trace ended: natural or cap"""
+)
+"""Type and meaning of the columns of the derived view with one row a labelled step."""
 
-NULLABLE = ("natural_correct", "natural_answer_ids")
-"""Columns that may be null as a whole."""
+PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
 
-WHOLE_STEPS = ("step_ends", "forced_answers", "forced_answer_tokens")
-"""Those in which no step is null."""
+LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")
+"""Those that older labels lack; they are read as nulls."""
 
-RANGES: dict[str, tuple[float, float]] = {
+# Lists with one entry a labelled step, and those of them in which no step is null.
+_OF_STEPS = ("step_ends", *(name for name, (_, text) in COLUMNS.items() if "per step" in text))
+_WHOLE_STEPS = ("step_ends", "forced_answers", "forced_answer_tokens")
+_NULLABLE = ("natural_correct", "natural_answer_ids")  # as a whole
+_ENDED = ("natural", "cap")
+_RANGES: dict[str, tuple[float, float]] = {
     **{name: (0, math.inf) for name, (kind, _) in COLUMNS.items() if "int32" in repr(kind)},
     **dict.fromkeys(("forced_correct", "natural_correct", "option_probabilities"), (0.0, 1.0)),
     **dict.fromkeys(("forced_entropy", "forced_answer_entropy"), (0.0, math.inf)),
     "forced_logprob": (-math.inf, 0.0),
 }
-
-LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")
-"""Those that older labels lack; they are read as nulls."""
-
-
-Ended = Literal["natural", "cap"]
-ENDED: tuple[str, ...] = get_args(Ended)
 
 
 def validate_row(row: Mapping[str, Any]) -> None:
@@ -120,14 +135,14 @@ def validate_row(row: Mapping[str, Any]) -> None:
             found = pa.array([row[column.name]], column.type)
         except (OverflowError, ValueError, TypeError) as error:
             raise TypeError(f"{what}: {error}") from error
-        if found.null_count and column.name not in NULLABLE:
+        if found.null_count and column.name not in _NULLABLE:
             raise TypeError(what)
-    for fault in _faults(row):
+    if fault := next(_faults(row), None):
         raise ValueError(f"{where}: {fault}")
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The values of a column that are not null, out of their lists."""
+    """A column's values that are not null, out of their lists."""
     if isinstance(value, list | tuple):
         yield from itertools.chain.from_iterable(map(_flat, value))
     elif value is not None:
@@ -141,17 +156,17 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
         yield "problem_id is empty; splits and intervals go by it"
     if not row["answer"].strip():
         yield "answer is empty; the forced answers cannot have been graded"
-    if row["ended"] not in ENDED:
-        yield f"ended is {row['ended']!r}; it must be one of {ENDED}"
+    if row["ended"] not in _ENDED:
+        yield f"ended is {row['ended']!r}; it must be one of {_ENDED}"
     for name in ("prompt_ids", "trace_ids", "step_ends"):
         if not len(row[name]):
             yield f"{name} is empty"
-    for name in STEP_COLUMNS:
+    for name in _OF_STEPS:
         if len(row[name]) != len(ends):
             yield f"{name} has {len(row[name])} entries for {len(ends)} steps (step_ends)"
-        if name in WHOLE_STEPS and any(value is None for value in row[name]):
+        if name in _WHOLE_STEPS and None in row[name]:
             yield f"{name} holds None"
-    for name, (low, high) in RANGES.items():
+    for name, (low, high) in _RANGES.items():
         for value in _flat(row[name]):
             if isinstance(low, int) and not isinstance(value, int):  # Arrow would cut a fraction
                 yield f"{name} holds {value}; it must hold integers"
@@ -166,9 +181,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
         )
     for count, ids in zip(row["forced_answer_tokens"], row["forced_answer_ids"], strict=True):
         if ids is not None and len(ids) != count:
-            yield (
-                f"forced_answer_ids has {len(ids)} ids where forced_answer_tokens counts {count}"
-            )
+            yield f"forced_answer_ids has {len(ids)} ids where forced_answer_tokens counts {count}"
     for shares in row["option_probabilities"]:
         if shares is not None and (None in shares or abs(math.fsum(shares) - 1) > 1e-3):
             yield f"option_probabilities holds {shares}; they must be two or more and sum to 1"
@@ -178,3 +191,36 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
                 f"ungraded_reasons holds {reason!r} beside the grade {grade}; it must be a text "
                 "beside null, or null"
             )
+
+
+_COPIED = {  # column of a trace's list -> column of a prefix
+    "step_ends": "end",
+    "forced_answers": "forced_answer",
+    "forced_correct": "correct",
+    "matches_final": "matches_final",
+    "forced_answer_tokens": "answer_tokens",
+    "forced_logprob": "logprob",
+    "forced_entropy": "entropy",
+    "ungraded_reasons": "ungraded_reason",
+}
+
+
+def prefix_rows(traces: pa.Table, first: int = 0) -> pa.Table:
+    """The view of traces of which the first has this number in the whole data set.
+
+    Pointers and grades, never tokens, which would be quadratic.
+    """
+    own = ("problem_id", "sample_index", "family", "ended")
+    rows = [
+        {
+            "trace": number,
+            **{name: trace[name] for name in own},
+            "step": step + 1,
+            "steps": len(trace["step_ends"]),
+            "fraction": end / trace["step_ends"][-1],
+            **{new: trace[old][step] for old, new in _COPIED.items()},
+        }
+        for number, trace in enumerate(traces.select([*own, *_COPIED]).to_pylist(), start=first)
+        for step, end in enumerate(trace["step_ends"])
+    ]
+    return pa.Table.from_pylist(rows, PREFIX_FEATURES.arrow_schema)

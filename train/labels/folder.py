@@ -10,32 +10,44 @@ data/train-00000.unlisted ...     shards that are damaged, or that a kill left b
 A shard counts once the manifest lists it: it is written and takes its name, then the manifest takes
 the place of the old one. A kill between the two leaves a shard that nothing lists and nobody reads.
 Shards never change, and no two have one name: what is sorted or graded again gets new ones.
+
+`datasets` knows a local folder by its last name and its card's configurations, not by its data:
+the hash of the data in each of them makes it read what is on the disk now.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
+from huggingface_hub import DatasetCardData
 
 from ospruner.durable import LOCK, DamagedError, read_checked
+from ospruner.eval.results import markdown_table
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, read_provenance
 
-from .card import prefix_rows
-from .features import FEATURES, LATER_COLUMNS
+from .features import COLUMNS, FEATURES, LATER_COLUMNS, PREFIX_COLUMNS, prefix_rows
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 README = "README.md"
 _OWN = {"data", "prefixes", MANIFEST, LOCK, README, PROVENANCE_FILE}
 _AGAIN = "run `ospruner label` again with the same arguments, which"
+_CARD = """
+# Labelled traces
+
+One row is one reasoning trace with the answer forced, and graded, at the end of each of its steps.
+`load_dataset(FOLDER)` gives the traces; `load_dataset(FOLDER, "prefixes")` one row a labelled step,
+derived from them: pointers and grades, no tokens. Settings, counts and token costs stand in
+`manifest.json`."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +115,15 @@ def data_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def read_labels(path: str | Path, manifest: Mapping[str, Any] | None = None) -> Dataset:
-    """The labelled traces that a folder's manifest lists, in memory.
-
-    Args:
-        path: the folder.
-        manifest: one of `read_manifests`; None for the first.
+    """The labelled traces that a manifest lists, the folder's own by default, in memory.
 
     Raises:
         ValueError: the folder holds no labels, or a shard is damaged or missing.
     """
-    return Dataset(_read_table(Path(path), read_manifest(path) if manifest is None else manifest))
-
-
-def _read_table(path: Path, manifest: Mapping[str, Any]) -> pa.Table:
-    shards = shards_of(manifest)
+    shards = shards_of(read_manifest(path) if manifest is None else manifest)
     if not shards:
         raise ValueError(f"{path} holds no labelled traces: its {MANIFEST} lists no shard")
-    return pa.concat_tables([read_shard(path, shard) for shard in shards])
+    return Dataset(pa.concat_tables([read_shard(Path(path), shard) for shard in shards]))
 
 
 def read_shard(path: Path, shard: Shard) -> pa.Table:
@@ -151,6 +155,39 @@ def read_shard(path: Path, shard: Shard) -> pa.Table:
     return table.select(list(FEATURES)).cast(FEATURES.arrow_schema)
 
 
+def card_configs(
+    shards: Mapping[str, Sequence[Shard]], viewed: Mapping[str, Sequence[Shard]]
+) -> list[Any]:
+    """The `configs` of a card's YAML, by split the shards, and those whose view is there."""
+    kinds = (("default", "file", shards), ("prefixes", "view", viewed))
+    return [
+        {
+            "config_name": name,
+            "description": " ".join(
+                f"{split}: {hash_of(one.sha256 for one in some)}" for split, some in splits.items()
+            ),
+            **({"default": True} if name == "default" else {}),
+            "data_files": [
+                {"split": split, "path": list(map(attrgetter(place), some))}
+                for split, some in splits.items()
+            ],
+        }
+        for name, place, splits in kinds
+        if any(splits.values())
+    ]
+
+
+def folder_card(shards: Sequence[Shard], viewed: Sequence[Shard]) -> str:
+    """The README of a label folder: what `load_dataset` reads, and what each column holds."""
+    configs = card_configs({"train": shards}, {"train": viewed})
+    head = DatasetCardData(configs=configs).to_yaml() if configs else ""
+    parts = [f"---\n{head}\n---{_CARD}"]
+    for title, columns in (("Columns", COLUMNS), ("Columns of `prefixes`", PREFIX_COLUMNS)):
+        rows = [[f"`{name}`", f"`{kind}`", what] for name, (kind, what) in columns.items()]
+        parts += [f"## {title}", markdown_table(["column", "type", "what it holds"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
 def refuse_other_data(path: str | Path, manifest: Mapping[str, Any]) -> None:
     """Raises a ValueError where a label folder's `provenance.json` is of other data."""
     if not (Path(path) / PROVENANCE_FILE).is_file():
@@ -166,7 +203,7 @@ def refuse_other_data(path: str | Path, manifest: Mapping[str, Any]) -> None:
 
 def refuse_damage(path: str | Path, manifest: Mapping[str, Any]) -> None:
     """Raises a DamagedError where a shard, or the view of it, is not what was written."""
-    derived, first = prefix_rows(_read_table(Path(path), manifest)), 0
+    derived, first = prefix_rows(read_labels(path, manifest).data.table), 0
     for shard in shards_of(manifest):
         try:
             view = pq.read_table(Path(path) / shard.view, page_checksum_verification=True)

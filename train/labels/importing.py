@@ -45,30 +45,29 @@ def read_traces(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a row that is no trace, an unknown field in `columns`, or limit < 1.
+        ValueError: a row that is no trace, no row, or an unknown field in `columns`.
     """
     names: dict[str, Sequence[str]] = {name: (name,) for name in (*_PROBLEM, *_TRACE)}
     names["reasoning"] = ("reasoning", "reasoning_content")  # as servers call it
     if unknown := sorted(set(columns or {}) - set(names)):
         raise ValueError(f"columns names the fields {unknown}; a trace has {list(names)}")
     names |= columns or {}
-    rows = list(islice(read_rows(path), None if limit is None else max(limit, 1)))
+    rows = list(islice(read_rows(path), limit))
     own = [first_of(row, names["id"]) for row in rows]
     # A problem may have many traces: without an id each row is numbered until its text is known.
     numbered = [
         {**row, names["id"][0]: number if known is None else known}
         for number, (row, known) in enumerate(zip(rows, own, strict=True))
     ]
-    problems = problems_from_rows(
-        numbered, columns={name: names[name] for name in _PROBLEM}, limit=limit, source=path
-    )
+    columns = {name: names[name] for name in _PROBLEM}
+    problems = problems_from_rows(numbered, columns=columns, source=path)
     first: dict[str, Problem] = {}
     samples: Counter[str] = Counter()
     traces = []
     for number, (row, problem) in enumerate(zip(rows, problems, strict=True)):
         name = text_key(problem.problem)
-        named = problem if own[number] is not None else replace(problem, id=name)
-        known = first.setdefault(name, named)
+        problem = problem if own[number] is not None else replace(problem, id=name)
+        problem = first.setdefault(name, problem)
         reasoning, response, closed = (first_of(row, names[name]) for name in _TRACE)
         where = f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))}"
         if not isinstance(reasoning, str) or not reasoning.strip():
@@ -80,8 +79,8 @@ def read_traces(
             )
         texts = _split(_paragraphs(reasoning), _paragraphs(str(response or "")), fmt, where)
         given = ImportedTrace(*texts, closed is not False)
-        traces.append(TraceKey(known, samples[known.id], given))
-        samples[known.id] += 1
+        traces.append(TraceKey(problem, samples[name], given))
+        samples[name] += 1
     return traces
 
 

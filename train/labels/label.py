@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ class LabelConfig:
             value = vars(self)[name]
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if (name := self.engine) not in ("auto", *ENGINES):
+            raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
 
     def open_task(self) -> Task:
         """The task by name.
@@ -109,51 +112,33 @@ class LabelConfig:
         Raises:
             ValueError: no such task.
         """
-        self.engine_name()  # an engine that is none is refused before anything is read
-        name = self.task or task_of(self.dataset)
-        return parse_task(name, self.prompt)
+        return parse_task(self.task or task_of(self.dataset), self.prompt)
 
     def engine_name(self) -> str:
-        """The engine's name.
-
-        Raises:
-            ValueError: there is none of this name.
-        """
-        name = default_engine(self.device)[0] if self.engine == "auto" else self.engine
-        if name not in ENGINES:
-            raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
-        return name
+        """The engine's name; for "auto" that of the fastest here."""
+        return default_engine(self.device)[0] if self.engine == "auto" else self.engine
 
     def engine_options(self) -> EngineOptions:
         """Which base the engine runs, and how."""
-        return EngineOptions(
-            self.base,
-            self.revision,
-            self.batch_size,
-            self.dtype,
-            self.device,
-            tuple(self.urls),
-            parse_arguments(self.engine_args, "engine argument"),
-        )
+        shared = ("base", "revision", "batch_size", "dtype", "device")
+        more = {"arguments": parse_arguments(self.engine_args, "engine argument")}
+        own: dict[str, Any] = {name: vars(self)[name] for name in shared} | more
+        return EngineOptions(**own, urls=tuple(self.urls))
 
-    def settings(self, task: Task, fmt: TokenFormat, imported: str = "") -> LabelSettings:
-        """What the labels pin of it."""
+    def settings(self, task: Task, fmt: TokenFormat, **more: str) -> LabelSettings:
+        """What the labels pin of it, with more of their settings."""
         cap = task.max_answer_tokens if self.answer == "forced" else FREE_ANSWER_TOKENS
+        shared = ("answer", "temperature", "top_p", "top_k", "seed", "step_stride")
         return LabelSettings(
             base_model=self.base,
             base_revision=known_revision(self.base, self.revision),
             reasoning_format=fmt.format.to_dict(),
-            answer=self.answer,  # type: ignore[arg-type]  # checked there
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
             samples_per_problem=self.samples,
             max_new_tokens=self.max_thinking_tokens,
             max_answer_tokens=cap if self.max_answer_tokens is None else self.max_answer_tokens,
-            step_stride=self.step_stride,
-            imported_from=imported,
             task=task.settings,
+            **{name: vars(self)[name] for name in shared},
+            **more,  # type: ignore[arg-type]  # texts
         )
 
 
@@ -194,21 +179,16 @@ def label(
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
     settings |= {"split": split, "engine": engine, "limit": limit}
-    return run_label(_config(base, dataset, out, settings), progress)
+    return run_label(_config(settings, base=base, dataset=dataset, out=out), progress)
 
 
 def _config(
-    base: str | Path,
-    dataset: str | Path,
-    out: str | Path,
-    settings: Mapping[str, Any],
-    but: Collection[str] = (),
+    settings: Mapping[str, Any], but: Collection[str] = (), **places: str | Path
 ) -> LabelConfig:
-    named: dict[str, Any] = {"base": str(base), "dataset": str(dataset), "out": str(out)}
-    known = [one.name for one in fields(LabelConfig) if one.name not in {*named, *but}]
+    known = [one.name for one in fields(LabelConfig) if one.name not in {*places, *but}]
     if unknown := sorted(set(settings) - set(known)):
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
-    return LabelConfig(**named, **settings)
+    return LabelConfig(**{name: str(place) for name, place in places.items()}, **settings)
 
 
 def run_label(
@@ -244,7 +224,7 @@ def import_traces(
     Raises:
         TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    config = _config(base, file, out, settings, _NOT_OF_IMPORTS)
+    config = _config(settings, _NOT_OF_IMPORTS, base=base, dataset=file, out=out)
     task = config.open_task()
     fmt = read_format(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=config.limit, fmt=fmt)
@@ -266,14 +246,14 @@ def _run(
     tokenizer = load_tokenizer(config.base, config.revision)
     fmt = read_format(config, tokenizer, task)
     imported = Path(config.dataset).name if any(trace.given for trace in traces) else ""
-    settings = config.settings(task, fmt, imported)
-    settings = replace(settings, prompt_date=_prompt_date(tokenizer, config.out))
+    day = _prompt_date(tokenizer, config.out)
+    settings = config.settings(task, fmt, imported_from=imported, prompt_date=day)
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
     problems = list({trace.problem.id: trace.problem for trace in traces}.values())
     for problem in problems:
         labeller.options(problem)  # refuses what cannot be read
-    _refuse_beyond_positions(problems, options, labeller)
+    _refuse_beyond_positions(problems, labeller)
 
     def worker() -> Worker:  # with actors in another process, perhaps on another machine
         own = load_tokenizer(config.base, config.revision)
@@ -329,12 +309,10 @@ def read_format(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: T
             "leave them out, or write them as the template does"
         )
     chosen = guess(tokenizer) if config.format is None else named(config.format)
-    if config.wind_down is not None:
-        chosen = replace(chosen, wind_down=config.wind_down)
-    if given:
-        chosen = replace(chosen, template_args=json.dumps(given, sort_keys=True))
-    chosen = task.shape(replace(chosen, step_tokens=chosen.step_tokens or config.step_tokens))
-    compiled = TokenFormat.compile(chosen, tokenizer)
+    said = {"step_tokens": chosen.step_tokens or config.step_tokens, "wind_down": config.wind_down}
+    said["template_args"] = json.dumps(given, sort_keys=True) if given else None
+    changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    compiled = TokenFormat.compile(task.shape(replace(chosen, **changes)), tokenizer)
     check_blanks(tokenizer)
     return compiled
 
@@ -359,17 +337,16 @@ def parse_columns(text: str) -> Columns:
     return {name.strip(): (column.strip(),) for name, _, column in parts}
 
 
-def _refuse_beyond_positions(
-    problems: Sequence[Problem], options: EngineOptions, labeller: Labeller
-) -> None:
+def _refuse_beyond_positions(problems: Sequence[Problem], labeller: Labeller) -> None:
     """Refuses a run whose longest text would not fit into the base's positions."""
-    config, _ = PreTrainedConfig.get_config_dict(options.base, revision=options.revision)
+    settings = labeller.settings
+    base, revision = settings.base_model, settings.base_revision
+    config, _ = PreTrainedConfig.get_config_dict(base, revision=revision)
     if config.get("model_type") not in CONFIG_MAPPING:  # code of its own: asked for by its engine
         return
-    limit = max_positions(AutoConfig.from_pretrained(options.base, revision=options.revision))
+    limit = max_positions(AutoConfig.from_pretrained(base, revision=revision))
     if limit is None:
         return
-    settings = labeller.settings
     prompt, longest = max((len(labeller.prompt(problem)), problem.id) for problem in problems)
     answer = len(labeller.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
     room = max(0, limit - prompt - answer)
@@ -377,35 +354,25 @@ def _refuse_beyond_positions(
         raise ValueError(
             f"max_thinking_tokens is {settings.max_new_tokens}, but beside the longest prompt "
             f"(problem {longest!r}, {prompt} tokens) and an answer ({answer}) the base "
-            f"{options.base!r} has room for {room} thinking tokens in its {limit} positions "
+            f"{base!r} has room for {room} thinking tokens in its {limit} positions "
             "(max_position_embeddings): give so many or fewer, or drop the problem"
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Regraded:
-    """What grading again changed.
+    """What grading again changed."""
 
-    Attributes:
-        steps: forced answers graded.
-        changed: of these, how many went from one grade to another: "0.0 -> 1.0".
-        ungraded: forced answers without a verdict now, by reason.
-    """
-
-    steps: int = 0
-    changed: Counter[str] = field(default_factory=Counter)
-    ungraded: Counter[str] = field(default_factory=Counter)
+    steps: int  # forced answers graded
+    changed: Counter[str]  # of these, how many went from one grade to another: "0.0 -> 1.0"
+    ungraded: Counter[str]  # forced answers without a verdict now, by reason
 
 
 def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     """Grades every stored answer of a label folder again, without generating anything.
 
     The new grades take the old ones' places at once: a run that was killed before has changed
-    nothing, and is simply started again.
-
-    Args:
-        path: the label folder.
-        progress: called with phase "grade", in traces.
+    nothing, and is simply started again. Its progress is a phase "grade", in traces.
 
     Raises:
         ValueError: it is no label folder, holds no traces, or is being written; or the grader
@@ -415,25 +382,23 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     settings = LabelSettings.from_dict(read_manifest(path)["settings"])
     task = open_task(settings.task)
     task.check()
-    total = len(read_labels(path))  # refuses a damaged shard: opening to write would set it aside
-    result, done = Regraded(), 0
+    # Refuses a damaged shard: opening to write would set it aside.
+    before, done = list(read_labels(path)["forced_correct"]), 0
 
     def change(rows: list[dict[str, Any]]) -> None:
         nonlocal done
-        before = [list(row["forced_correct"]) for row in rows]
         grade_rows(rows, task)
-        for row, old in zip(rows, before, strict=True):
-            result.steps += len(old)
-            pairs = zip(old, row["forced_correct"], strict=True)
-            result.changed.update(f"{was} -> {now}" for was, now in pairs if was != now)
-            result.ungraded.update(why for why in row["ungraded_reasons"] if why)
         done += len(rows)
-        progress("grade", done, total)
+        progress("grade", done, len(before))
 
     with LabelStore(path, settings) as store:
         store.rewrite(change)
-        store.finish()
+        after = store.finish()
         if (path / PROVENANCE_FILE).is_file():
             found = data_hash(store.manifest)
             write_provenance(path, replace(read_provenance(path), data_hash=found))
-    return result
+    columns = (before, after["forced_correct"], after["ungraded_reasons"])
+    old, new, reasons = (list(chain.from_iterable(column)) for column in columns)
+    pairs = zip(old, new, strict=True)
+    changed = Counter(f"{was} -> {now}" for was, now in pairs if was != now)
+    return Regraded(len(new), changed, Counter(filter(None, reasons)))

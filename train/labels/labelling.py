@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,32 +20,20 @@ from ospruner.eval.schema import LabelSettings
 
 @dataclass(frozen=True)
 class ImportedTrace:
-    """A trace that others made, as text.
+    """A trace that others made, as text."""
 
-    Attributes:
-        reasoning: the thinking, without the markers around it.
-        response: what followed the thinking; "" where nothing is known of it.
-        closed: whether the model ended its thinking itself.
-    """
-
-    reasoning: str
-    response: str
-    closed: bool
+    reasoning: str  # the thinking, without the markers around it
+    response: str  # what followed the thinking; "" where nothing is known of it
+    closed: bool  # whether the model ended its thinking itself
 
 
 @dataclass(frozen=True)
 class TraceKey:
-    """One trace: which problem, and which of its samples.
-
-    Attributes:
-        problem: the problem.
-        sample_index: 0 .. samples_per_problem - 1.
-        given: the trace, where others made it; None where it is to be sampled.
-    """
+    """One trace: which problem, and which of its samples."""
 
     problem: Problem
-    sample_index: int
-    given: ImportedTrace | None = None
+    sample_index: int  # 0 .. samples_per_problem - 1
+    given: ImportedTrace | None = None  # where others made it; None where it is to be sampled
 
     @property
     def name(self) -> str:
@@ -58,33 +46,26 @@ class TraceKey:
         return self.problem.id, self.sample_index
 
 
+@dataclass(eq=False)
 class Labeller:
     """How a base's traces are asked for, answered and read.
-
-    Args:
-        tokenizer: the base's.
-        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
-        settings: of the run; `reasoning_format` is filled in.
-        task: asks, reads and grades; None for the settings' own, which runs no programs.
 
     Raises:
         ValueError: labels are to be expected grades of options, and answers free.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        fmt: TokenFormat,
-        settings: LabelSettings,
-        task: Task | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.fmt = fmt
-        self.settings = replace(settings, reasoning_format=fmt.format.to_dict())
-        self.task = open_task(settings.task) if task is None else task
-        self._prompts: dict[str, array[int]] = {}
+    tokenizer: PreTrainedTokenizerBase  # the base's
+    fmt: TokenFormat  # the base's reasoning format, in the task's shape (`Task.shape`)
+    settings: LabelSettings  # of the run; `reasoning_format` is filled in
+    # Asks, reads and grades; None for the settings' own, which runs no programs.
+    given_task: InitVar[Task | None] = None
+
+    def __post_init__(self, given_task: Task | None) -> None:
+        self.settings = replace(self.settings, reasoning_format=self.fmt.format.to_dict())
+        self.task = open_task(self.settings.task) if given_task is None else given_task
+        self._prompts: dict[str, array[int]] = {}  # by problem
         self._option_ids: dict[str, int] = {}
-        if settings.answer == "free" and self.task.labels_expect:
+        if self.settings.answer == "free" and self.task.labels_expect:
             raise ValueError(
                 "labels of probabilities (labels=probability) are read behind what is forced, but "
                 "answers are free: take answer=forced, or other labels"
@@ -127,24 +108,22 @@ class Labeller:
         return tuple(map(self._option_id, self.task.options(problem)))
 
     def _option_id(self, option: str) -> int:
-        if option not in self._option_ids:
-            fmt, prefix = self.fmt, self.fmt.format.box_prefix
-            # As `TokenFormat.compile` tokenises it: together, unless a token reaches over the seam.
-            for text, before in (
-                (fmt.format.closing + prefix, [*fmt.closing_ids, *fmt.box_prefix_ids]),
-                (prefix, [*fmt.box_prefix_ids]),
-            ):
-                ids = self.tokenizer.encode(text + option, add_special_tokens=False)
-                if ids[:-1] == before:
-                    break
-            else:
-                raise ValueError(
-                    f"the option {option.strip()!r} is not one token of its own behind {prefix!r}: "
-                    f"these are the tokens {before}, with it {ids}. Decode the answers "
-                    "(--task choice:labels=decoded)"
-                )
-            self._option_ids[option] = ids[-1]
-        return self._option_ids[option]
+        if option in self._option_ids:
+            return self._option_ids[option]
+        fmt, prefix = self.fmt, self.fmt.format.box_prefix
+        # As `TokenFormat.compile` tokenises it: together, unless a token reaches over the seam.
+        for text, before in (
+            (fmt.format.closing + prefix, [*fmt.closing_ids, *fmt.box_prefix_ids]),
+            (prefix, [*fmt.box_prefix_ids]),
+        ):
+            ids = self.tokenizer.encode(text + option, add_special_tokens=False)
+            if ids[:-1] == before:
+                return self._option_ids.setdefault(option, ids[-1])
+        raise ValueError(
+            f"the option {option.strip()!r} is not one token of its own behind {prefix!r}: these "
+            f"are the tokens {before}, with it {ids}. Decode the answers "
+            "(--task choice:labels=decoded)"
+        )
 
     def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
         """L_i of the steps that get a label: each `step_stride`-th, and always the last."""
@@ -180,14 +159,9 @@ class Labeller:
         step_ends: Sequence[int],
         answers: Sequence[ForkedAnswer],
     ) -> dict[str, Any]:
-        """A row of a trace, which `grade_rows` completes.
+        """A row of a trace, which has a thinking token, and of the answers forked at its step ends.
 
-        Args:
-            key: whose trace this is.
-            prompt_ids: its prompt.
-            trace: the trace, with at least one thinking token.
-            step_ends: where answers were forked off it.
-            answers: the answers there.
+        `grade_rows` completes it.
         """
         return {
             "problem_id": key.problem.id,
@@ -208,8 +182,8 @@ class Labeller:
             "forced_entropy": [answer.entropy for answer in answers],
             "forced_answer_entropy": [answer.whole_entropy for answer in answers],
             "option_probabilities": [
-                None if logprobs is None else list(map(math.exp, logprobs))
-                for logprobs in (answer.option_logprobs for answer in answers)
+                answer.option_logprobs and [math.exp(one) for one in answer.option_logprobs]
+                for answer in answers
             ],
             "natural_answer": self.task.read_free(self._after(trace)) or "",
             "natural_answer_tokens": len(trace.answer_ids),
@@ -246,17 +220,13 @@ def problem_of(row: Mapping[str, Any]) -> Problem:
 
 
 def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
-    """Fills in the grades, why there is none, and which answers match the last forced one.
+    """Fills in rows' grades, why there is none, and which answers match the last forced one.
 
     A label is the grade of its answer; by `Task.labels_expect` it is the expected grade of the
     options, E[A] = sum_k p_k A(k), which has the mean of a drawn answer's grade and no variance.
 
     Most steps of a trace give one of a few answers: each is graded, and compared with the answer
     forced at the last step, once.
-
-    Args:
-        rows: labelled traces; changed in place.
-        task: grades and compares.
     """
     asked: dict[tuple[str, Problem], None] = {}
     pairs: dict[tuple[str, str], None] = {}
@@ -266,8 +236,10 @@ def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
         options = [one.strip() for one in task.options(problem)] if task.labels_expect else []
         about.append((problem, options))
         answers = row["forced_answers"]
-        asked |= {(one, problem): None for one in {*answers, row["natural_answer"], *options}}
-        pairs |= {(answers[-1], one): None for one in set(answers)}
+        asked |= dict.fromkeys(
+            (one, problem) for one in (*answers, row["natural_answer"], *options)
+        )
+        pairs |= dict.fromkeys((answers[-1], one) for one in answers)
     grades = dict(zip(asked, task.grade_many(list(asked)), strict=True))
     same = dict(zip(pairs, task.equal_many(list(pairs)), strict=True))
     for row, (problem, options) in zip(rows, about, strict=True):

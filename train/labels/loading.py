@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,21 +29,13 @@ _ENDINGS = re.compile(r"\.(?:jsonl(?:\.gz)?|parquet)$")
 
 @dataclass(frozen=True)
 class Labels:
-    """Labelled traces and how they were made.
+    """Labelled traces and how they were made."""
 
-    Attributes:
-        traces: columns `features.FEATURES`.
-        settings: of their run; of a mix the first run's.
-        data_hash: of their shards; of a split also of its name.
-        source: what the problems were, in a word; the folder's name where it is not known.
-        parts: of a mix, each run's labels by the name of its problems, in the order of the traces;
-            else empty.
-    """
-
-    traces: Dataset
-    settings: LabelSettings
-    data_hash: str
-    source: str = ""
+    traces: Dataset  # columns `features.FEATURES`
+    settings: LabelSettings  # of their run; of a mix the first run's
+    data_hash: str  # of their shards; of a split also of its name
+    source: str = ""  # what the problems were, in a word; the folder's name where it is not known
+    # Of a mix, each run's labels by the name of its problems, in the order of the traces.
     parts: Mapping[str, Labels] = field(default_factory=dict)
 
 
@@ -62,32 +56,26 @@ def load_splits(source: str | Path) -> DatasetDict:
         ValueError, OSError: see `load_labels`.
     """
     manifests = read_manifests(_folder_of(source))
-    splits: dict[str, Dataset] = {}
-    for name, (folder, manifest) in manifests.items():
-        labels = _read(folder, source, manifest)
+    splits = {name: _read(folder, source, one) for name, (folder, one) in manifests.items()}
+    if len(splits) == 1:
+        (labels,), ((_, manifest),) = splits.values(), manifests.values()
         of = str(manifest.get("source", {}).get("split") or "train").partition("[")[0]
-        if len(manifests) > 1 or of != "train":
-            splits[name if len(manifests) > 1 else of] = labels.traces
-            continue
-        parts = split_by_text(labels)
-        splits |= {side: part.traces for side, part in parts.items()}
-    return DatasetDict(splits)
+        splits = split_by_text(labels) if of == "train" else {of: labels}
+    return DatasetDict({name: labels.traces for name, labels in splits.items()})
 
 
 _SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 
 def split_by_text(labels: Labels, shares: Mapping[str, float] = _SHARES) -> dict[str, Labels]:
-    """Labels by problem on sides; a problem that has several ids is where the first of them is.
+    """Labels of one run by problem on sides, by `split_of`; a side without a trace is left out.
 
-    Args:
-        labels: of one run.
-        shares: as `split_of` takes them. A side without a trace is left out.
+    A problem that has several ids is where the first of them is.
     """
     traces, firsts = labels.traces, dict[str, str]()
     ids = zip(traces["problem"], traces["problem_id"], strict=True)
     whose = [firsts.setdefault(text_key(text), name) for text, name in ids]
-    sides, found = np.array([split_of(name, fractions=shares) for name in whose]), {}
+    sides, found = np.array([split_of(name, shares) for name in whose]), {}
     for side in shares:
         if len(rows := np.flatnonzero(sides == side)):
             hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
@@ -96,10 +84,7 @@ def split_by_text(labels: Labels, shares: Mapping[str, float] = _SHARES) -> dict
 
 
 def load_labels(source: LabelSource) -> Labels:
-    """Labels with how they were made.
-
-    Args:
-        source: see `LabelSource`; of several splits all.
+    """Labels with how they were made, of several splits all.
 
     Raises:
         ValueError: the folder holds no labels, damaged ones, labels of another version, or a
@@ -112,11 +97,11 @@ def load_labels(source: LabelSource) -> Labels:
         return _remembered(source)
     if isinstance(source, DatasetDict):
         parts = [_remembered(part) for part in source.values()]
-    elif not isinstance(source, str | Path):
-        return load_mix(source)
-    else:
+    elif isinstance(source, str | Path):
         found = read_manifests(_folder_of(source))
         parts = [_read(folder, source, manifest) for folder, manifest in found.values()]
+    else:
+        return load_mix(source)
     if len(parts) == 1:
         return parts[0]
     traces = concatenate_datasets([part.traces for part in parts])
@@ -151,9 +136,8 @@ def _read(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labe
 def _told(labels: Labels) -> Labels:
     """The labels, whose traces say how they were made wherever they go (`Dataset.info`)."""
     made = {"settings": labels.settings.to_dict(), "data_hash": labels.data_hash}
-    labels.traces.info.description = json.dumps(
-        {"ospruner_labels": {**made, "source": labels.source}}
-    )
+    made["source"] = labels.source
+    labels.traces.info.description = json.dumps({"ospruner_labels": made})
     return labels
 
 
@@ -177,13 +161,10 @@ _OF_A_PART = (
 
 
 def load_mix(sources: Sequence[LabelSource]) -> Labels:
-    """Labels of several tasks or sources of problems as one, by one base.
+    """Labels of several tasks or sources of problems as one, by one base; one stands for itself.
 
     Problems get the name of their source before their id or, where it tells the runs apart, of
     their task.
-
-    Args:
-        sources: as `load_labels` takes them; one stands for itself.
 
     Raises:
         ValueError: none, one that is given twice, labels of different bases, formats or strides,
@@ -194,8 +175,7 @@ def load_mix(sources: Sequence[LabelSource]) -> Labels:
     loaded = [load_labels(source) for source in sources]
     if len(loaded) == 1:
         return loaded[0]
-    names = _names_of(loaded)
-    first = loaded[0]
+    first, names = loaded[0], _names_of(loaded)
     for name, other in zip(names[1:], loaded[1:], strict=True):
         lines = first.settings.differences(other.settings, _OF_A_PART)
         ours, theirs = (one.settings.reasoning_format for one in (first, other))
@@ -210,10 +190,7 @@ def load_mix(sources: Sequence[LabelSource]) -> Labels:
                 "policy reads one base's thinking in one format, and decides at one stride; label "
                 "all of them alike"
             )
-    parts = {
-        name: replace(one, traces=_named(one.traces, name))
-        for name, one in zip(names, loaded, strict=True)
-    }
+    parts = {name: _named(one, name) for name, one in zip(names, loaded, strict=True)}
     traces = concatenate_datasets([one.traces for one in parts.values()])
     hashed = hash_of(one.data_hash for one in loaded)
     return Labels(traces, first.settings, hashed, "mix", parts)
@@ -236,27 +213,21 @@ def _names_of(loaded: Sequence[Labels]) -> list[str]:
     return names
 
 
-def _named(traces: Dataset, name: str) -> Dataset:
-    """Traces whose problems have ids that no other part has."""
-    table = traces.with_format("arrow")[:]
+def _named(labels: Labels, name: str) -> Labels:
+    """Labels whose problems have ids that no other part has."""
+    table = labels.traces.with_format("arrow")[:]
     ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
-    return Dataset(table.set_column(table.column_names.index("problem_id"), "problem_id", ids))
+    table = table.set_column(table.column_names.index("problem_id"), "problem_id", ids)
+    return replace(labels, traces=Dataset(table))
 
 
 def split_of(problem_id: str, fractions: Mapping[str, float] = _SHARES) -> str:
     """The split a problem belongs to, by hash: stable when problems are added or reordered.
 
-    Every trace of a problem falls in the same split.
-
-    Args:
-        problem_id: the problem.
-        fractions: share of each split, in order, summing to one.
+    Every trace of a problem falls in the same split. The shares of the splits sum to one.
     """
     digest = hashlib.blake2b(f"0\x00{problem_id}".encode(), digest_size=8).digest()
     u = int.from_bytes(digest, "big") / 2**64
-    reached = 0.0
-    for name, share in fractions.items():
-        reached += share
-        if u < reached:
-            return name
-    return [name for name, share in fractions.items() if share > 0][-1]  # sum just below one
+    names = [name for name, share in fractions.items() if share > 0]
+    place = bisect(list(accumulate(fractions[name] for name in names)), u)
+    return names[min(place, len(names) - 1)]  # their sum may be just below one

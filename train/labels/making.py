@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,16 @@ def label_problems(
     return label_stored(labeller.settings, traces, out_dir, work, retry_failed)
 
 
-def work_here(
-    make_worker: Callable[[], Worker], *, chunk_traces: int = 128, progress: Progress = silent
-) -> Work:
-    """What labels a folder's traces in this process.
+def work_here(make_worker: Callable[[], Worker], *, chunk_traces: int, progress: Progress) -> Work:
+    """What labels a folder's traces in this process; it makes a worker where a trace is left to do.
 
-    Args:
-        make_worker: called where a trace is left to do.
-        chunk_traces: traces that may be begun and not committed: a kill loses at most these. Give
-            a third more than the engine works on at once.
-        progress: called with phases "sample", "fork" and "grade", in traces.
+    So many traces of a chunk may be begun and not committed: a kill loses at most these. Give a
+    third more than the engine works on at once. The phases of the progress are "sample", "fork" and
+    "grade", in traces.
     """
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
-        worker, left = make_worker(), deque(todo)
+        worker = make_worker()
         store.note_effects(worker[0].batch_effects)
         seen: dict[str, set[str]] = defaultdict(set)  # one that is tried again counts once
 
@@ -74,10 +71,8 @@ def work_here(
             seen[phase].add(name)
             progress(phase, total - len(todo) + len(seen[phase]), total)
 
-        def take() -> TraceKey | None:
-            return left.popleft() if left else None
-
         progress("sample", total - len(todo), total)
+        take = partial(next, iter(todo), None)
         LabelStream(worker, take, store.commit, chunk_traces, told).run()
 
     return work
@@ -171,33 +166,24 @@ def _refuse_other_problems(store: LabelStore, given: Mapping[str, Problem]) -> N
             )
 
 
+@dataclass(eq=False)
 class LabelStream:
     """Labels traces with an engine, as its `TraceDesk`, and tells whose its errors are.
 
     Traces are committed once a quarter of the window is finished and no other can be begun before.
-
-    Args:
-        worker: runs the base; asks and reads.
-        take: the next trace to be begun; None where there is none now and, while none is begun, the
-            end.
-        commit: takes what is finished.
-        window: how many traces may be begun and not committed.
-        told: is told of a phase ("sample", "fork", "grade") and a trace's name.
-        alone: whether this is one trace that an error ended before.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        take: Callable[[], TraceKey | None],
-        commit: Callable[[Chunk], None],
-        window: int,
-        told: Callable[[str, str], None] = lambda phase, name: None,
-        alone: bool = False,
-    ) -> None:
-        self._worker, self._take, self._commit, self._window = worker, take, commit, window
-        self._engine, self._labeller = worker
-        self._told, self._alone = told, alone
+    worker: Worker  # runs the base; asks and reads
+    # The next trace to be begun; None where there is none now and, while none is begun, the end.
+    take: Callable[[], TraceKey | None]
+    commit: Callable[[Chunk], None]  # takes what is finished
+    window: int  # how many traces may be begun and not committed
+    # Is told of a phase ("sample", "fork", "grade") and a trace's name.
+    told: Callable[[str, str], None] = lambda phase, name: None
+    alone: bool = False  # whether this is one trace that an error ended before
+
+    def __post_init__(self) -> None:
+        self._engine, self._labeller = self.worker
         self._spent = _costs(self._engine)
         self._step_ends: dict[str, list[int]] = {}
         self._begun: dict[str, TraceKey] = {}
@@ -238,11 +224,11 @@ class LabelStream:
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
         self._collect()
-        full = self._held() >= self._window and 4 * len(self._ready) >= self._window
+        full = self._held() >= self.window and 4 * len(self._ready) >= self.window
         if full or not self._begun:
             self._settle(not self._begun)
-        while self._held() < self._window:
-            key = self._take()
+        while self._held() < self.window:
+            key = self.take()
             if key is None:
                 self._ended = not self._begun
                 break
@@ -259,14 +245,14 @@ class LabelStream:
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
         """See `TraceDesk.sampled`."""
         ends = self._step_ends[request.key] = self._labeller.step_ends(trace.trace_ids)
-        self._told("sample", request.key)
+        self.told("sample", request.key)
         return ends
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
         key, ends = self._begun.pop(request.key), self._step_ends.pop(request.key)
         self._done = key
-        self._told("fork", request.key)
+        self.told("fork", request.key)
         if not trace.trace_ids:
             self._ready.dropped.append((*key.place, "the trace has no thinking tokens"))
             return
@@ -288,9 +274,10 @@ class LabelStream:
         Where all do, one that was done before shows whether the engine is broken, and not they.
         """
         suspects, self._suspects = self._suspects, []
-        if self._alone:
-            lost = [(*key.place, f"{type(error).__name__}: {error}") for key, error in suspects]
-            self._ready.failed.extend(lost)
+        if self.alone:
+            self._ready.failed.extend(
+                (*key.place, f"{type(error).__name__}: {error}") for key, error in suspects
+            )
         elif suspects:
             tried = [self._tried(key) for key, _ in suspects]
             if all(chunk.failed for chunk in tried) and (
@@ -305,15 +292,13 @@ class LabelStream:
 
     def _tried(self, key: TraceKey) -> Chunk:
         """A trace by itself."""
-        left, made = [key], list[Chunk]()
-        take = lambda: left.pop() if left else None  # noqa: E731
-        LabelStream(self._worker, take, made.append, 1, self._told, True).run()
+        made, take = list[Chunk](), partial(next, iter([key]), None)
+        LabelStream(self.worker, take, made.append, 1, self.told, True).run()
         return made[0]
 
     def _held(self) -> int:
         """Traces that are begun and not committed."""
-        waiting = len(self._begun) + len(self._suspects) + len(self._grading)
-        return waiting + len(self._ready)
+        return sum(map(len, (self._begun, self._suspects, self._grading, self._ready)))
 
     def _collect(self) -> None:
         """Takes rows that are graded."""
@@ -322,7 +307,7 @@ class LabelStream:
             self._ready.rows.extend(rows)
             del self._grading[0]
             for row in rows:
-                self._told("grade", f"{row['problem_id']}/{row['sample_index']}")
+                self.told("grade", f"{row['problem_id']}/{row['sample_index']}")
 
     def _grade(self) -> list[dict[str, Any]]:
         """All rows that wait for it, together; none where one before has done them."""
@@ -341,7 +326,7 @@ class LabelStream:
             spent = _costs(self._engine)
             chunk, self._ready = replace(self._ready, costs=spent - self._spent), Chunk()
             self._spent = spent
-            self._commit(chunk)
+            self.commit(chunk)
 
 
 def _costs(engine: Engine) -> Counter[str]:

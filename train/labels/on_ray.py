@@ -58,7 +58,7 @@ def ray_work(
         kind: Any = ray.remote(num_gpus=gpus_per_actor, num_cpus=1)(_Actor)
         count = min(actors, len(todo))
         window = min(chunk_traces, -(-len(todo) // actors))  # none takes another's share
-        errors, opened = list[str](), 0
+        error, opened = "", 0
         running: dict[Any, tuple[int, Any]] = {}  # by what an actor does: its number and itself
 
         def receive() -> None:
@@ -85,7 +85,7 @@ def ray_work(
                         count += ray.get(foreman.left.remote()) > 0  # another takes its place
                         continue
                     if said:
-                        errors.append(said)
+                        error = error or said
                     elif ray.get(foreman.left.remote()):  # what one that died had begun
                         running[actor.label.remote()] = number, actor
             receive()
@@ -94,8 +94,8 @@ def ray_work(
                 ray.kill(actor)
         if left := sum(key.place not in store.done for key in todo):
             raise UnfinishedRunError(
-                f"{left} traces are not done; the first error: {''.join(errors[:1])}. The others "
-                f"are kept in {store.path}: see to the cause and run again"
+                f"{left} traces are not done; the first error: {error}. The others are kept in "
+                f"{store.path}: see to the cause and run again"
             )
 
     return work
@@ -167,16 +167,14 @@ class _Actor:
         """
         import ray
 
-        def take() -> TraceKey | None:
-            key: TraceKey | None = ray.get(self._foreman.take.remote(self._number))
-            return key
-
-        def hand_in(chunk: Chunk) -> None:
-            effects = self._worker[0].batch_effects
-            ray.get(self._foreman.hand_in.remote(self._number, chunk, effects))
-
+        worker, foreman, number = self._worker, self._foreman, self._number
         try:
-            LabelStream(self._worker, take, hand_in, self._window).run()
+            LabelStream(
+                worker,
+                lambda: ray.get(foreman.take.remote(number)),
+                lambda done: ray.get(foreman.hand_in.remote(number, done, worker[0].batch_effects)),
+                self._window,
+            ).run()
         except Exception as error:  # noqa: BLE001 - told to whoever started the run
             return f"{type(error).__name__}: {error}"
         return ""

@@ -7,9 +7,10 @@ import itertools
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,29 @@ from datasets import Dataset
 
 from ospruner.durable import DamagedError, lock_folder, replace_file, write_checked
 from ospruner.eval.schema import LabelSettings
-from ospruner.provenance import hash_of
 
-from .card import folder_card, prefix_rows
-from .features import FEATURES
+from .features import FEATURES, prefix_rows
 from .folder import (
     FORMAT_VERSION,
     MANIFEST,
     README,
     Shard,
     check_folder,
+    folder_card,
     read_manifest,
     read_shard,
     shards_of,
 )
 
-_KEY = ("problem_id", "sample_index")
-
 COSTS = (
-    "computed_tokens",
-    "unique_tokens",
-    "padding_tokens",
-    "sampling_computed_tokens",
-    "sampling_unique_tokens",
+    *("computed_tokens", "unique_tokens", "padding_tokens"),
+    *("sampling_computed_tokens", "sampling_unique_tokens"),
 )
 """What a run cost: tokens that entered the model's forward for forks, those of them that cannot be
 shared, slots of padding; the first two of sampling."""
 
 _COUNTS = ("problems", "steps", "ungraded_steps", "capped_traces")  # of a finished run
+_place = itemgetter("problem_id", "sample_index")  # what tells a row from others
 
 Lost = tuple[str, int, str]
 """A trace that is no row: problem id, sample index, why."""
@@ -55,39 +51,27 @@ Lost = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is committed at once.
+    """What is committed at once."""
 
-    Attributes:
-        rows: labelled traces.
-        dropped: traces that cannot be rows.
-        failed: traces that an error kept from being rows.
-        costs: tokens, by the names of COSTS.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    dropped: list[Lost] = field(default_factory=list)
-    failed: list[Lost] = field(default_factory=list)
-    costs: Counter[str] = field(default_factory=Counter)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # labelled traces
+    dropped: list[Lost] = field(default_factory=list)  # that cannot be rows
+    failed: list[Lost] = field(default_factory=list)  # that an error kept from being rows
+    costs: Counter[str] = field(default_factory=Counter)  # tokens, by the names of COSTS
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.dropped) + len(self.failed)
 
     def places(self) -> set[tuple[str, int]]:
         """Problem id and sample index of each trace."""
-        rows = {(row["problem_id"], row["sample_index"]) for row in self.rows}
-        return rows | {lost[:2] for lost in (*self.dropped, *self.failed)}
+        return {*map(_place, self.rows), *(lost[:2] for lost in (*self.dropped, *self.failed))}
 
 
 class LabelStore:
     """The folder, opened for writing by one run; a context manager.
 
     A shard that is no longer what was written is renamed, with a warning, and its traces are no
-    longer among `done`: whoever continues the run labels them again.
-
-    Args:
-        path: the folder; made where it does not exist.
-        settings: of the run; a folder made with others is refused.
-        source: where the problems come from; kept in the manifest.
+    longer among `done`: whoever continues the run labels them again. The manifest keeps `source`,
+    which says where the problems come from.
 
     Attributes:
         done: (problem id, sample index) of the traces that are rows, were dropped, or failed.
@@ -100,10 +84,7 @@ class LabelStore:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        settings: LabelSettings,
-        source: Mapping[str, Any] | None = None,
+        self, path: str | Path, settings: LabelSettings, source: Mapping[str, Any] | None = None
     ) -> None:
         self.path = Path(path)
         self.problems: dict[str, tuple[str, str]] = {}
@@ -151,43 +132,37 @@ class LabelStore:
 
     def commit(self, chunk: Chunk) -> None:
         """Makes a chunk durable: when this returns, no kill loses it. Known traces are left out."""
-        rows = [row for row in chunk.rows if tuple(row[name] for name in _KEY) not in self.done]
+        rows = [row for row in chunk.rows if _place(row) not in self.done]
         changes: dict[str, Any] = {
             name: self.manifest[name] + [one for one in lost if one[:2] not in self.done]
             for name, lost in (("dropped", chunk.dropped), ("failed", chunk.failed))
         }
         changes |= {name: self.manifest[name] + chunk.costs[name] for name in COSTS}
-        added = [pa.Table.from_pylist(rows, FEATURES.arrow_schema)] if rows else []
-        self._exchange([None] * len(self.shards) + added, **changes)
+        self._exchange({len(self.shards): _table(rows)} if rows else {}, **changes)
         self._account(rows)
         self.done |= chunk.places()
 
     def forget_failed(self) -> None:
         """Takes failed traces out of `done`, to be tried again."""
-        self.done -= {(one[0], one[1]) for one in self.manifest["failed"]}
+        self.done -= {(problem_id, sample) for problem_id, sample, _ in self.manifest["failed"]}
         self._write_manifest(failed=[])
 
     def rewrite(self, change: Callable[[list[dict[str, Any]]], None]) -> None:
-        """Changes the rows of all shards at once; they stay those of the same traces.
-
-        Args:
-            change: changes a shard's rows in place.
-        """
-        tables = []
-        for shard in self.shards:
+        """Changes the rows of all shards at once, those of each in place, of the same traces."""
+        changed = {}
+        for number, shard in enumerate(self.shards):
             before = read_shard(self.path, shard)
             rows = before.to_pylist()
             change(rows)
-            after = pa.Table.from_pylist(rows, FEATURES.arrow_schema)
-            tables.append(None if after.equals(before) else after)
-        self._exchange(tables)
+            if not (after := _table(rows)).equals(before):
+                changed[number] = after
+        self._exchange(changed)
 
     def finish(self, order: Mapping[tuple[str, int], int] | None = None) -> Dataset:
         """Sorts the rows, derives the view of prefixes, and gives the whole.
 
-        Args:
-            order: the place of each trace, by problem id and sample index; others come first, as
-                they stand. A shard keeps its number of rows.
+        The order is the place of each trace, by problem id and sample index; others come first, as
+        they stand. A shard keeps its number of rows.
 
         Raises:
             ValueError: there is no labelled trace: all were dropped, or failed.
@@ -195,25 +170,23 @@ class LabelStore:
         if not self.shards:
             lost = (*self.manifest["dropped"], *self.manifest["failed"])
             raise ValueError(f"no trace could be labelled: {sorted({one[2] for one in lost})}")
-        whole = pa.concat_tables([read_shard(self.path, shard) for shard in self.shards])
-        ends = itertools.accumulate((shard.rows for shard in self.shards), initial=0)
-        bounds = list(itertools.pairwise(ends))
-        keys = zip(*(whole.column(name).to_pylist() for name in _KEY), strict=True)
-        places = np.array([(order or {}).get(key, -1) for key in keys])
-        wanted = np.argsort(places, kind="stable")
-        moved = [wanted[slice(*one)] for one in bounds]
-        self._exchange(
-            [
-                None if (rows == np.arange(*one)).all() else whole.take(rows)
-                for rows, one in zip(moved, bounds, strict=True)
-            ]
-        )
-        whole = whole if (wanted == np.arange(len(wanted))).all() else whole.take(wanted)
+        tables = [read_shard(self.path, shard) for shard in self.shards]
+        whole = pa.concat_tables(tables)
+        keys = map(_place, whole.select(["problem_id", "sample_index"]).to_pylist())
+        wanted = np.argsort([(order or {}).get(key, -1) for key in keys], kind="stable")
+        firsts = [0, *itertools.accumulate(map(len, tables))]
+        moved = {
+            number: whole.take(rows)
+            for number, rows in enumerate(np.split(wanted, firsts[1:-1]))
+            if (rows != firsts[number] + np.arange(len(rows))).any()
+        }
+        self._exchange(moved)
+        tables = [moved.get(number, table) for number, table in enumerate(tables)]
         (self.path / "prefixes").mkdir(exist_ok=True)
-        for shard, (first, last) in zip(self.shards, bounds, strict=True):
+        for shard, table, first in zip(self.shards, tables, firsts, strict=False):
             if not (self.path / shard.view).exists():
-                rows = prefix_rows(whole.slice(first, last - first), first)
-                _write_parquet(self.path / shard.view, rows)
+                _write_parquet(self.path / shard.view, prefix_rows(table, first))
+        whole = pa.concat_tables(tables)
         grades = whole.column("forced_correct").combine_chunks().flatten()
         capped = whole.column("ended").to_pylist().count("cap")
         problems = len(whole.column("problem_id").unique())
@@ -232,9 +205,22 @@ class LabelStore:
             if settings.base_fingerprint is not None:
                 self.manifest["settings"] = given["settings"]
             lost = (*self.manifest["dropped"], *self.manifest["failed"])
-            self.done |= {(one[0], one[1]) for one in lost}
+            self.done |= {(problem_id, sample) for problem_id, sample, _ in lost}
             listed = self.shards
-        whole = [shard for shard in self.shards if self._is_whole(shard)]
+        whole = []
+        for shard in self.shards:
+            try:
+                table = read_shard(self.path, shard)
+            except DamagedError:
+                warnings.warn(
+                    f"{self.path / shard.file} is damaged: what is left of it is renamed to "
+                    f".unlisted, and its {shard.rows} traces are labelled again",
+                    stacklevel=3,
+                )
+                continue
+            whole.append(shard)
+            rows = table.select(["problem_id", "sample_index", "problem", "answer"]).to_pylist()
+            self._account(rows)
         if whole != listed:
             shutil.rmtree(self.path / "prefixes", ignore_errors=True)  # traces change numbers
             self._write_manifest(shards=[asdict(shard) for shard in whole])
@@ -243,46 +229,26 @@ class LabelStore:
             file.replace(file.with_suffix(".unlisted"))
         self._write_card()
 
-    def _is_whole(self, shard: Shard) -> bool:
-        """Whether a shard is what was written; takes note of its traces."""
-        try:
-            table = read_shard(self.path, shard)
-        except DamagedError:
-            warnings.warn(
-                f"{self.path / shard.file} is damaged: what is left of it is renamed to .unlisted, "
-                f"and its {shard.rows} traces are labelled again",
-                stacklevel=5,
-            )
-            return False
-        self._account(table.select([*_KEY, "problem", "answer"]).to_pylist())
-        return True
+    def _account(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.done.update(map(_place, rows))
+        self.problems |= {row["problem_id"]: (row["problem"], row["answer"]) for row in rows}
 
-    def _account(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        for row in rows:
-            self.done.add((row["problem_id"], row["sample_index"]))
-            self.problems[row["problem_id"]] = (row["problem"], row["answer"])
+    def _exchange(self, tables: Mapping[int, pa.Table], **changes: Any) -> None:
+        """Gives shards other contents by their numbers, and the manifest other values: all at once.
 
-    def _exchange(self, tables: Sequence[pa.Table | None], **changes: Any) -> None:
-        """Gives shards other contents, and adds some: all at once, with the manifest.
-
-        After a failure the folder is as it was: shards that nothing lists do not count.
-
-        Args:
-            tables: new contents of each shard, where None leaves it as it is, and of new ones.
-            changes: what else changes in the manifest.
+        A new number adds a shard. After a failure the folder is as it was: shards that nothing
+        lists do not count.
         """
-        if not changes and all(table is None for table in tables):
+        if not changes and not tables:
             return
         taken = [path.stem for path in self.path.glob("data/train-*")]
         free = itertools.count(1 + max((int(one.rpartition("-")[2]) for one in taken), default=-1))
-        before, after = self.shards, list[Shard]()
-        for shard, table in itertools.zip_longest(before, tables):
-            if table is not None:
-                name = f"data/train-{next(free):05d}.parquet"
-                shard = Shard(name, _write_parquet(self.path / name, table), len(table))
-            after.append(shard)
-        self._write_manifest(shards=[asdict(shard) for shard in after], **changes)
-        for shard in set(before).difference(after):
+        before, after = self.shards, dict(enumerate(self.shards))
+        for number, table in tables.items():
+            name = f"data/train-{next(free):05d}.parquet"
+            after[number] = Shard(name, _write_parquet(self.path / name, table), len(table))
+        self._write_manifest(shards=[asdict(shard) for shard in after.values()], **changes)
+        for shard in set(before).difference(after.values()):
             (self.path / shard.file).unlink()
             (self.path / shard.view).unlink(missing_ok=True)
 
@@ -290,13 +256,7 @@ class LabelStore:
         """Names the shards that the manifest on the disk lists, whatever a failure has left."""
         shards = shards_of(read_manifest(self.path))
         viewed = [shard for shard in shards if (self.path / shard.view).exists()]
-        card = folder_card(
-            {
-                "default": ([one.file for one in shards], hash_of(one.sha256 for one in shards)),
-                "prefixes": ([one.view for one in viewed], hash_of(one.sha256 for one in viewed)),
-            }
-        ).encode()
-        file = self.path / README
+        file, card = self.path / README, folder_card(shards, viewed).encode()
         if not file.is_file() or file.read_bytes() != card:
             replace_file(file, card)
 
@@ -310,6 +270,10 @@ class LabelStore:
         self.manifest["shards"] = self.manifest.pop("shards")  # last, for they are many
         write_checked(self.path / MANIFEST, self.manifest)
         self._write_card()
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(rows, FEATURES.arrow_schema)
 
 
 def _write_parquet(file: Path, table: pa.Table) -> str:

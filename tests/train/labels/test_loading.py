@@ -14,8 +14,7 @@ from ospruner.durable import write_checked
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.pool import Grade
 from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels.card import PREFIX_COLUMNS
-from ospruner.train.labels.features import COLUMNS
+from ospruner.train.labels.features import COLUMNS, PREFIX_COLUMNS
 from ospruner.train.labels.folder import MANIFEST, read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.loading import load_labels, load_splits, split_by_text, split_of
