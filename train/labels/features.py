@@ -73,8 +73,6 @@ ended                 string    natural: the model ended its thinking; cap: it w
 )
 """Type and meaning of each column."""
 
-FEATURES = Features({name: kind for name, (kind, _) in COLUMNS.items()})
-
 PREFIX_COLUMNS = columns_of(
     """\
 trace                 int32     number of the trace's row in the default configuration, from 0
@@ -96,11 +94,21 @@ ended                 string    how the trace ended: natural or cap"""
 )
 """Type and meaning of the columns of the derived view with one row a labelled step."""
 
+FEATURES = Features({name: kind for name, (kind, _) in COLUMNS.items()})
 PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
 
-LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")
-"""Those that older labels lack; they are read as nulls."""
+_COPIED = {  # column of a trace's list -> column of a prefix
+    "step_ends": "end",
+    "forced_answers": "forced_answer",
+    "forced_correct": "correct",
+    "matches_final": "matches_final",
+    "forced_answer_tokens": "answer_tokens",
+    "forced_logprob": "logprob",
+    "forced_entropy": "entropy",
+    "ungraded_reasons": "ungraded_reason",
+}
 
+LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")  # nulls where labels are older
 # Lists with one entry a labelled step, and those of them in which no step is null.
 _OF_STEPS = ("step_ends", *(name for name, (_, text) in COLUMNS.items() if "per step" in text))
 _WHOLE_STEPS = ("step_ends", "forced_answers", "forced_answer_tokens")
@@ -191,18 +199,6 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
                 f"ungraded_reasons holds {reason!r} beside the grade {grade}; it must be a text "
                 "beside null, or null"
             )
-
-
-_COPIED = {  # column of a trace's list -> column of a prefix
-    "step_ends": "end",
-    "forced_answers": "forced_answer",
-    "forced_correct": "correct",
-    "matches_final": "matches_final",
-    "forced_answer_tokens": "answer_tokens",
-    "forced_logprob": "logprob",
-    "forced_entropy": "entropy",
-    "ungraded_reasons": "ungraded_reason",
-}
 
 
 def prefix_rows(traces: pa.Table, first: int = 0) -> pa.Table:

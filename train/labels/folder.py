@@ -29,7 +29,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 from huggingface_hub import DatasetCardData
 
-from ospruner.durable import LOCK, DamagedError, read_checked
+from ospruner.durable import LOCK, DamagedError, read_checked, replace_file
 from ospruner.eval.results import markdown_table
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, hash_of, read_provenance
@@ -38,8 +38,8 @@ from .features import COLUMNS, FEATURES, LATER_COLUMNS, PREFIX_COLUMNS, prefix_r
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
-README = "README.md"
-_OWN = {"data", "prefixes", MANIFEST, LOCK, README, PROVENANCE_FILE}
+_README = "README.md"
+_OWN = {"data", "prefixes", MANIFEST, LOCK, _README, PROVENANCE_FILE}
 _AGAIN = "run `ospruner label` again with the same arguments, which"
 _CARD = """
 # Labelled traces
@@ -73,11 +73,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is no label folder")
-    manifest = read_checked(
-        file,
-        f"put an earlier copy of {MANIFEST} in its place, or label into another folder (without "
-        "it, nothing tells how the traces were made)",
-    )
+    way_out = f"put an earlier copy of {MANIFEST} in its place, or label into another folder"
+    manifest = read_checked(file, f"{way_out} (without it, nothing tells how the traces were made)")
     version = manifest.get("format_version")
     if version == 2:  # its shards held what was lost, and costs, as well
         chunks, manifest["format_version"] = manifest.pop("chunks"), FORMAT_VERSION
@@ -89,19 +86,6 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: read it with the ospruner that wrote it, or label again"
         )
     return manifest
-
-
-def read_manifests(path: str | Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Folder and manifest of each split: of a label run one, of published splits one each.
-
-    Raises:
-        ValueError: see `read_manifest`.
-    """
-    path = Path(path)
-    parts = sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
-    if parts and not (path / MANIFEST).is_file():
-        return {part.name: (part, read_manifest(part)) for part in parts}
-    return {"train": (path, read_manifest(path))}
 
 
 def shards_of(manifest: Mapping[str, Any]) -> list[Shard]:
@@ -177,27 +161,33 @@ def card_configs(
     ]
 
 
-def folder_card(shards: Sequence[Shard], viewed: Sequence[Shard]) -> str:
-    """The README of a label folder: what `load_dataset` reads, and what each column holds."""
+def write_card(path: Path) -> None:
+    """Writes a folder's README: what `load_dataset` reads, and what each column holds.
+
+    It names the shards that the manifest on the disk lists, whatever a failure has left.
+    """
+    shards = shards_of(read_manifest(path))
+    viewed = [shard for shard in shards if (path / shard.view).exists()]
     configs = card_configs({"train": shards}, {"train": viewed})
     head = DatasetCardData(configs=configs).to_yaml() if configs else ""
     parts = [f"---\n{head}\n---{_CARD}"]
     for title, columns in (("Columns", COLUMNS), ("Columns of `prefixes`", PREFIX_COLUMNS)):
         rows = [[f"`{name}`", f"`{kind}`", what] for name, (kind, what) in columns.items()]
         parts += [f"## {title}", markdown_table(["column", "type", "what it holds"], rows)]
-    return "\n\n".join(parts) + "\n"
+    file, card = path / _README, ("\n\n".join(parts) + "\n").encode()
+    if not file.is_file() or file.read_bytes() != card:
+        replace_file(file, card)
 
 
 def refuse_other_data(path: str | Path, manifest: Mapping[str, Any]) -> None:
     """Raises a ValueError where a label folder's `provenance.json` is of other data."""
-    if not (Path(path) / PROVENANCE_FILE).is_file():
-        return
-    stated, found = read_provenance(path).data_hash, data_hash(manifest)
+    file, found = Path(path) / PROVENANCE_FILE, data_hash(manifest)
+    stated = read_provenance(path).data_hash if file.is_file() else None
     if stated not in (None, found):
         raise ValueError(
-            f"{Path(path) / PROVENANCE_FILE} has data_hash {stated}, but the traces beside it "
-            f"have {found}: they are not those that it tells of. Put the two that belong together "
-            f"in one folder, or {_AGAIN} records these"
+            f"{file} has data_hash {stated}, but the traces beside it have {found}: they are not "
+            "those that it tells of. Put the two that belong together in one folder, or "
+            f"{_AGAIN} records these"
         )
 
 

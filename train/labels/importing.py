@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.eval.problems.problem import (
+    COLUMNS,
+    Columns,
     Problem,
     first_of,
     problems_from_rows,
@@ -19,14 +20,13 @@ from ospruner.eval.problems.problem import (
 
 from .labelling import ImportedTrace, TraceKey
 
-_PROBLEM = ("id", "problem", "answer", "family")
 _TRACE = ("reasoning", "response", "closed")
 
 
 def read_traces(
     path: str,
     *,
-    columns: Mapping[str, Sequence[str]] | None = None,
+    columns: Columns | None = None,
     limit: int | None = None,
     fmt: ReasoningFormat | None = None,
 ) -> list[TraceKey]:
@@ -35,38 +35,35 @@ def read_traces(
     Traces of one problem (by its normalised text) become its samples, whatever their ids, so that
     splits by problem keep them together. The problem's id is that of its first trace.
 
-    Args:
-        path: the file. Each row has `problem`, `answer` and `reasoning`; `id`, `response` (what
-            followed the thinking) and `closed` (whether the model ended its thinking itself; true
-            where absent) may be there.
-        columns: where these stand, if not under their own names.
-        limit: read only the first so many.
-        fmt: splits reasoning that still holds its markers, and the answer behind them.
+    Each row has `problem`, `answer` and `reasoning`; `id`, `response` (what followed the thinking)
+    and `closed` (whether the model ended its thinking itself; true where absent) may be there.
+    `columns` says where these stand, if not under their own names. The format splits reasoning that
+    still holds its markers, and the answer behind them.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a row that is no trace, no row, or an unknown field in `columns`.
     """
-    names: dict[str, Sequence[str]] = {name: (name,) for name in (*_PROBLEM, *_TRACE)}
+    names = {**COLUMNS, **{name: (name,) for name in _TRACE}}
     names["reasoning"] = ("reasoning", "reasoning_content")  # as servers call it
     if unknown := sorted(set(columns or {}) - set(names)):
         raise ValueError(f"columns names the fields {unknown}; a trace has {list(names)}")
     names |= columns or {}
     rows = list(islice(read_rows(path), limit))
-    own = [first_of(row, names["id"]) for row in rows]
     # A problem may have many traces: without an id each row is numbered until its text is known.
     numbered = [
-        {**row, names["id"][0]: number if known is None else known}
-        for number, (row, known) in enumerate(zip(rows, own, strict=True))
+        {**row, names["id"][0]: number} if first_of(row, names["id"]) is None else row
+        for number, row in enumerate(rows)
     ]
-    columns = {name: names[name] for name in _PROBLEM}
+    columns = {name: names[name] for name in COLUMNS}
     problems = problems_from_rows(numbered, columns=columns, source=path)
     first: dict[str, Problem] = {}
     samples: Counter[str] = Counter()
     traces = []
     for number, (row, problem) in enumerate(zip(rows, problems, strict=True)):
         name = text_key(problem.problem)
-        problem = problem if own[number] is not None else replace(problem, id=name)
+        if first_of(row, names["id"]) is None:
+            problem = replace(problem, id=name)
         problem = first.setdefault(name, problem)
         reasoning, response, closed = (first_of(row, names[name]) for name in _TRACE)
         where = f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))}"
@@ -78,8 +75,8 @@ def read_traces(
                 "quotes): whether the model ended its thinking itself"
             )
         texts = _split(_paragraphs(reasoning), _paragraphs(str(response or "")), fmt, where)
-        given = ImportedTrace(*texts, closed is not False)
-        traces.append(TraceKey(problem, samples[name], given))
+        trace = ImportedTrace(*texts, closed is not False)
+        traces.append(TraceKey(problem, samples[name], trace))
         samples[name] += 1
     return traces
 

@@ -43,6 +43,11 @@ from .making import Worker, label_stored, work_here
 from .on_ray import ray_work
 from .store import LabelStore
 
+_NOT_OF_IMPORTS = {
+    *("samples", "temperature", "top_p", "top_k", "seed"),  # they are sampled already
+    *("split", "files", "exclude", "actors", "gpus_per_actor"),
+}
+
 
 def _help(text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"help": text})
@@ -107,39 +112,12 @@ class LabelConfig:
             raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
 
     def open_task(self) -> Task:
-        """The task by name.
-
-        Raises:
-            ValueError: no such task.
-        """
+        """The task by name; see `parse_task`."""
         return parse_task(self.task or task_of(self.dataset), self.prompt)
 
     def engine_name(self) -> str:
         """The engine's name; for "auto" that of the fastest here."""
         return default_engine(self.device)[0] if self.engine == "auto" else self.engine
-
-    def engine_options(self) -> EngineOptions:
-        """Which base the engine runs, and how."""
-        shared = ("base", "revision", "batch_size", "dtype", "device")
-        more = {"arguments": parse_arguments(self.engine_args, "engine argument")}
-        own: dict[str, Any] = {name: vars(self)[name] for name in shared} | more
-        return EngineOptions(**own, urls=tuple(self.urls))
-
-    def settings(self, task: Task, fmt: TokenFormat, **more: str) -> LabelSettings:
-        """What the labels pin of it, with more of their settings."""
-        cap = task.max_answer_tokens if self.answer == "forced" else FREE_ANSWER_TOKENS
-        shared = ("answer", "temperature", "top_p", "top_k", "seed", "step_stride")
-        return LabelSettings(
-            base_model=self.base,
-            base_revision=known_revision(self.base, self.revision),
-            reasoning_format=fmt.format.to_dict(),
-            samples_per_problem=self.samples,
-            max_new_tokens=self.max_thinking_tokens,
-            max_answer_tokens=cap if self.max_answer_tokens is None else self.max_answer_tokens,
-            task=task.settings,
-            **{name: vars(self)[name] for name in shared},
-            **more,  # type: ignore[arg-type]  # texts
-        )
 
 
 def label(
@@ -188,24 +166,16 @@ def _config(
     known = [one.name for one in fields(LabelConfig) if one.name not in {*places, *but}]
     if unknown := sorted(set(settings) - set(known)):
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
-    return LabelConfig(**{name: str(place) for name, place in places.items()}, **settings)
+    return LabelConfig(**{**settings, **{name: str(place) for name, place in places.items()}})
 
 
 def run_label(
     config: LabelConfig, progress: Progress = silent, loaded: Loaded | None = None
 ) -> DatasetDict:
     """What `label` does, with all settings in one object; of these problems where they are read."""
-    task = config.open_task()
     loaded = loaded or load_run_problems(config)
-    samples = range(config.samples)
-    traces = [TraceKey(problem, k) for problem in loaded.problems for k in samples]
-    return _run(config, task, traces, loaded.source, progress)
-
-
-_NOT_OF_IMPORTS = {
-    *("samples", "temperature", "top_p", "top_k", "seed"),  # they are sampled already
-    *("split", "files", "exclude", "actors", "gpus_per_actor"),
-}
+    traces = [TraceKey(problem, k) for problem in loaded.problems for k in range(config.samples)]
+    return _run(config, config.open_task(), traces, loaded.source, progress)
 
 
 def import_traces(
@@ -228,9 +198,8 @@ def import_traces(
     task = config.open_task()
     fmt = read_format(config, load_tokenizer(base, config.revision), task).format
     traces = read_traces(file, columns=parse_columns(config.columns), limit=config.limit, fmt=fmt)
-    samples = 1 + max(trace.sample_index for trace in traces)
-    source = {"traces": Path(file).name}
-    return _run(replace(config, samples=samples), task, traces, source, progress)
+    config = replace(config, samples=1 + max(trace.sample_index for trace in traces))
+    return _run(config, task, traces, {"traces": Path(file).name}, progress)
 
 
 def _run(
@@ -242,12 +211,28 @@ def _run(
 ) -> DatasetDict:
     """Labels traces. Whatever can be refused is refused before the engine starts."""
     task.check()
-    name, options = config.engine_name(), config.engine_options()
+    said, name = vars(config), config.engine_name()
+    options = EngineOptions(
+        **{key: said[key] for key in ("base", "revision", "batch_size", "dtype", "device")},
+        urls=tuple(config.urls),
+        arguments=parse_arguments(config.engine_args, "engine argument"),
+    )
     tokenizer = load_tokenizer(config.base, config.revision)
     fmt = read_format(config, tokenizer, task)
-    imported = Path(config.dataset).name if any(trace.given for trace in traces) else ""
-    day = _prompt_date(tokenizer, config.out)
-    settings = config.settings(task, fmt, imported_from=imported, prompt_date=day)
+    cap = task.max_answer_tokens if config.answer == "forced" else FREE_ANSWER_TOKENS
+    shared = ("answer", "temperature", "top_p", "top_k", "seed", "step_stride")
+    settings = LabelSettings(
+        base_model=config.base,
+        base_revision=known_revision(config.base, config.revision),
+        reasoning_format=fmt.format.to_dict(),
+        samples_per_problem=config.samples,
+        max_new_tokens=config.max_thinking_tokens,
+        max_answer_tokens=cap if config.max_answer_tokens is None else config.max_answer_tokens,
+        imported_from=Path(config.dataset).name if any(trace.given for trace in traces) else "",
+        task=task.settings,
+        prompt_date=_prompt_date(tokenizer, config.out),
+        **{key: said[key] for key in shared},
+    )
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
     problems = list({trace.problem.id: trace.problem for trace in traces}.values())
@@ -271,20 +256,15 @@ def _run(
 
 
 def load_run_problems(config: LabelConfig) -> Loaded:
-    """The problems of a run, without those of `exclude`; how many were dropped is in `source`.
+    """The problems of a run (`load_source`), without those of `exclude`; `source` counts these.
 
     Raises:
-        FileNotFoundError, ValueError: see `load_source`; or nothing is left.
+        ValueError: nothing is left.
     """
-    read = config.open_task().read_row
-    loaded = load_source(
-        config.dataset,
-        files=config.files,
-        split=config.split,
-        columns=parse_columns(config.columns),
-        limit=None if config.exclude else config.limit,
-        read=read,
-    )
+    read, columns = config.open_task().read_row, parse_columns(config.columns)
+    how: dict[str, Any] = {"files": config.files, "split": config.split, "columns": columns}
+    limit = None if config.exclude else config.limit
+    loaded = load_source(config.dataset, limit=limit, read=read, **how)
     if not config.exclude:
         return loaded
     others = [one for name in config.exclude for one in load_source(name, read=read).problems]
@@ -309,9 +289,11 @@ def read_format(config: LabelConfig, tokenizer: PreTrainedTokenizerBase, task: T
             "leave them out, or write them as the template does"
         )
     chosen = guess(tokenizer) if config.format is None else named(config.format)
-    said = {"step_tokens": chosen.step_tokens or config.step_tokens, "wind_down": config.wind_down}
-    said["template_args"] = json.dumps(given, sort_keys=True) if given else None
-    changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    changes: dict[str, Any] = {"step_tokens": chosen.step_tokens or config.step_tokens}
+    if config.wind_down is not None:
+        changes["wind_down"] = config.wind_down
+    if given:
+        changes["template_args"] = json.dumps(given, sort_keys=True)
     compiled = TokenFormat.compile(task.shape(replace(chosen, **changes)), tokenizer)
     check_blanks(tokenizer)
     return compiled
@@ -400,5 +382,5 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     columns = (before, after["forced_correct"], after["ungraded_reasons"])
     old, new, reasons = (list(chain.from_iterable(column)) for column in columns)
     pairs = zip(old, new, strict=True)
-    changed = Counter(f"{was} -> {now}" for was, now in pairs if was != now)
+    changed = Counter(sorted(f"{was} -> {now}" for was, now in pairs if was != now))
     return Regraded(len(new), changed, Counter(filter(None, reasons)))

@@ -84,11 +84,7 @@ class Labeller:
         return SamplingSettings(**{name: vars(self.settings)[name] for name in names})
 
     def prompt(self, problem: Problem) -> list[int]:
-        """The token ids that ask a problem, templated once.
-
-        Raises:
-            ValueError: see `prompt_token_ids`.
-        """
+        """The token ids that ask a problem (`prompt_token_ids`), templated once."""
         if problem.id not in self._prompts:
             message = self.task.message(problem, self.fmt.format)
             ids = prompt_token_ids(
@@ -127,8 +123,7 @@ class Labeller:
 
     def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
         """L_i of the steps that get a label: each `step_stride`-th, and always the last."""
-        ends = self.fmt.step_ends(trace_ids)
-        stride = self.settings.step_stride
+        ends, stride = self.fmt.step_ends(trace_ids), self.settings.step_stride
         return [end for i, end in enumerate(ends, start=1) if i % stride == 0 or i == len(ends)]
 
     def imported(self, given: ImportedTrace, prompt_ids: Sequence[int]) -> Sampled:
@@ -154,22 +149,18 @@ class Labeller:
     def row(
         self,
         key: TraceKey,
-        prompt_ids: Sequence[int],
         trace: Sampled,
         step_ends: Sequence[int],
         answers: Sequence[ForkedAnswer],
     ) -> dict[str, Any]:
-        """A row of a trace, which has a thinking token, and of the answers forked at its step ends.
-
-        `grade_rows` completes it.
-        """
+        """A row of a trace with a thinking token, and its answers; `grade_rows` completes it."""
         return {
             "problem_id": key.problem.id,
             "sample_index": key.sample_index,
             "family": key.problem.family,
             "problem": key.problem.problem,
             "answer": key.problem.answer,
-            "prompt_ids": list(prompt_ids),
+            "prompt_ids": self.prompt(key.problem),
             "trace_ids": list(trace.trace_ids),
             "step_ends": list(step_ends),
             "forced_answers": [self._said(answer, key.problem) for answer in answers],
@@ -236,10 +227,8 @@ def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
         options = [one.strip() for one in task.options(problem)] if task.labels_expect else []
         about.append((problem, options))
         answers = row["forced_answers"]
-        asked |= dict.fromkeys(
-            (one, problem) for one in (*answers, row["natural_answer"], *options)
-        )
-        pairs |= dict.fromkeys((answers[-1], one) for one in answers)
+        asked |= {(one, problem): None for one in (*answers, row["natural_answer"], *options)}
+        pairs |= {(answers[-1], one): None for one in answers}
     grades = dict(zip(asked, task.grade_many(list(asked)), strict=True))
     same = dict(zip(pairs, task.equal_many(list(pairs)), strict=True))
     for row, (problem, options) in zip(rows, about, strict=True):

@@ -22,9 +22,15 @@ from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, check_place, hash_of, is_hub_id
 
-from .folder import MANIFEST, data_hash, read_labels, read_manifests, refuse_other_data
+from .folder import MANIFEST, data_hash, read_labels, read_manifest, refuse_other_data
 
 _ENDINGS = re.compile(r"\.(?:jsonl(?:\.gz)?|parquet)$")
+_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+# What of the settings may differ between the runs of a mix; of the format, what a task shapes.
+_OF_A_PART = (
+    *("task", "temperature", "top_p", "top_k", "seed", "samples_per_problem"),
+    *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format", "prompt_date"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,26 +51,20 @@ labels, or several folders or ids (`load_mix`)."""
 
 
 def load_splits(source: str | Path) -> DatasetDict:
-    """The labels of a folder or of the Hub by splits; each says how it was made (`load_labels`).
+    """The labels of a folder or of the Hub (`load_labels`) by splits; each says how it was made.
 
     Published splits have their names. Labels of problems that belong to a split other than "train"
     are that split; all others are split by problem into train, validation and test (.8, .1, .1) by
-    a hash of its id (`split_of`), so that problems stay where they are when others are
-    added, and all copies of a text on one side. A split without a trace is left out.
-
-    Raises:
-        ValueError, OSError: see `load_labels`.
+    a hash of its id (`split_of`), so that problems stay where they are when others are added, and
+    all copies of a text on one side. A split without a trace is left out.
     """
-    manifests = read_manifests(_folder_of(source))
+    manifests = _manifests_of(source)
     splits = {name: _read(folder, source, one) for name, (folder, one) in manifests.items()}
     if len(splits) == 1:
         (labels,), ((_, manifest),) = splits.values(), manifests.values()
         of = str(manifest.get("source", {}).get("split") or "train").partition("[")[0]
         splits = split_by_text(labels) if of == "train" else {of: labels}
     return DatasetDict({name: labels.traces for name, labels in splits.items()})
-
-
-_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 
 def split_by_text(labels: Labels, shares: Mapping[str, float] = _SHARES) -> dict[str, Labels]:
@@ -98,8 +98,8 @@ def load_labels(source: LabelSource) -> Labels:
     if isinstance(source, DatasetDict):
         parts = [_remembered(part) for part in source.values()]
     elif isinstance(source, str | Path):
-        found = read_manifests(_folder_of(source))
-        parts = [_read(folder, source, manifest) for folder, manifest in found.values()]
+        found = _manifests_of(source).values()
+        parts = [_read(folder, source, manifest) for folder, manifest in found]
     else:
         return load_mix(source)
     if len(parts) == 1:
@@ -109,27 +109,30 @@ def load_labels(source: LabelSource) -> Labels:
     return _told(replace(parts[0], traces=traces, data_hash=hashed))
 
 
-def _folder_of(source: str | Path) -> Path:
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not is_hub_id(str(source)):
-        what = "a file" if folder.exists() else "nothing"
+def _manifests_of(source: str | Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Folder and manifest of each split: of a label run one, of published splits one each."""
+    name, folder = str(source), Path(source)
+    if folder.is_file() or not (folder.is_dir() or is_hub_id(name)):
+        what = "a file" if folder.is_file() else "nothing"
         raise ValueError(
-            f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
-            "or a data set's id on the Hub"
+            f"labels is {name!r}, where {what} is: give a folder of `ospruner label`, or a data "
+            "set's id on the Hub"
         )
-    check_place("labels", str(source))
-    wanted = ["*" + MANIFEST, "*" + PROVENANCE_FILE, "*data/*.parquet"]
-    return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted))
+    if not folder.is_dir():
+        check_place("labels", name)
+        wanted = ["*" + MANIFEST, "*" + PROVENANCE_FILE, "*data/*.parquet"]
+        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
+    parts = sorted(file.parent for file in folder.glob(f"*/{MANIFEST}"))
+    if parts and not (folder / MANIFEST).is_file():
+        return {part.name: (part, read_manifest(part)) for part in parts}
+    return {"train": (folder, read_manifest(folder))}
 
 
 def _read(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labels:
     """The labels of one manifest."""
     refuse_other_data(folder, manifest)
     of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
-    settings = LabelSettings.from_dict(manifest["settings"])
-    traces = read_labels(folder, manifest)
+    traces, settings = read_labels(folder, manifest), LabelSettings.from_dict(manifest["settings"])
     return _told(Labels(traces, settings, data_hash(manifest), _ENDINGS.sub("", of)))
 
 
@@ -151,13 +154,6 @@ def _remembered(traces: Dataset) -> Labels:
         ) from error
     settings = LabelSettings.from_dict(made["settings"])
     return Labels(traces, settings, made["data_hash"], made["source"])
-
-
-_OF_A_PART = (
-    *("task", "temperature", "top_p", "top_k", "seed", "samples_per_problem"),
-    *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format", "prompt_date"),
-)
-"""What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
 
 
 def load_mix(sources: Sequence[LabelSource]) -> Labels:

@@ -7,7 +7,7 @@ grades (the paper's section on data preprocessing).
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,8 @@ from .labelling import TraceKey, grade_rows
 from .store import COSTS, Chunk, LabelStore
 
 Worker = tuple[Engine, Labeller]
+# Commits traces: is given the folder, the traces that it lacks (one at least), how many all are.
 Work = Callable[[LabelStore, Sequence[TraceKey], int], None]
-"""Commits traces: is given the folder, the traces that it lacks (one at least), and how many all
-are."""
 
 
 def label_problems(
@@ -57,9 +56,8 @@ def label_problems(
 def work_here(make_worker: Callable[[], Worker], *, chunk_traces: int, progress: Progress) -> Work:
     """What labels a folder's traces in this process; it makes a worker where a trace is left to do.
 
-    So many traces of a chunk may be begun and not committed: a kill loses at most these. Give a
-    third more than the engine works on at once. The phases of the progress are "sample", "fork" and
-    "grade", in traces.
+    At most a chunk of traces are begun and not committed, which a kill loses: give a third more
+    than the engine works on at once. The progress has phases "sample", "fork", "grade", in traces.
     """
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
@@ -86,28 +84,21 @@ def label_stored(
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Labels every step of traces, and keeps all in a folder.
+    """Labels every step of traces, keeps all in a folder, and gives it: columns `FEATURES`.
 
     A finished trace is forked and graded while others are sampled, and another is begun in its
-    place. A run that was killed continues, and as a trace depends only on the seed, the problem and
-    its sample index, the result is that of an undisturbed run, whatever is begun at once; where the
-    engine cannot promise that (`Engine.batch_effects`), the manifest says why. More problems may be
-    added later.
+    place. A killed run continues. As a trace depends only on the seed, the problem and its sample
+    index, the result is that of an undisturbed run, whatever is begun at once; where the engine
+    cannot promise that (`Engine.batch_effects`), the manifest says why. More problems may follow.
 
     Traces that an error ended are done again, one by one; those that raise one again are recorded
     as failed, with the error. Errors that keep out long traces bias the labels: look at their
     number.
 
-    Args:
-        settings: of the run; an unknown `base_fingerprint` is filled in.
-        traces: those that the folder shall hold, in order.
-        out_dir: an empty folder, or one of an earlier run with the same settings.
-        work: labels those that it lacks.
-        retry_failed: try those again that failed in an earlier run.
-        source: where the problems come from, JSON values; kept in the manifest.
-
-    Returns:
-        The labelled traces, columns `features.FEATURES`.
+    The folder is empty, or that of an earlier run with the same settings, whose unknown
+    `base_fingerprint` is filled in. It shall hold the traces in this order; the work labels those
+    that it lacks, among them, to retry them, those that failed in an earlier run. Its manifest
+    keeps the source, JSON values that say where the problems come from.
 
     Raises:
         ValueError: bad problems, a folder that holds something else or other settings, a full disk,
@@ -118,11 +109,10 @@ def label_stored(
     """
     if not traces:
         raise ValueError("problems is empty; give at least one problem to label")
-    order: dict[tuple[str, int], int] = {}
-    for key in traces:
-        if key.place in order:
-            raise ValueError(f"two problems share the id {key.problem.id!r}; ids must be unique")
-        order[key.place] = len(order)
+    order = {key.place: number for number, key in enumerate(traces)}
+    twice = [key.problem.id for number, key in enumerate(traces) if order[key.place] > number]
+    if twice:
+        raise ValueError(f"two problems share the id {twice[0]!r}; ids must be unique")
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
@@ -131,7 +121,8 @@ def label_stored(
             why = f"no safetensors files of {where!r} at revision {revision!r} on this machine"
             source["base_fingerprint"] = f"unknown: {why}"
     with room_needed(Path(out_dir)), LabelStore(out_dir, settings, source) as store:
-        _refuse_other_problems(store, {key.problem.id: key.problem for key in traces})
+        asked = {key.problem.id: (key.problem.problem, key.problem.answer) for key in traces}
+        _refuse_other_problems(store, asked)
         if retry_failed:
             store.forget_failed()
         if todo := [key for key in traces if key.place not in store.done]:
@@ -139,30 +130,25 @@ def label_stored(
         dataset = store.finish(order)
         recorded, hashed = (store.path / PROVENANCE_FILE).is_file(), data_hash(store.manifest)
         if not recorded or read_provenance(store.path).data_hash != hashed:
-            provenance(
-                store.path,
-                seed=settings.seed,
-                base_model=settings.base_model,
-                base_revision=settings.base_revision,
-                data_hash=hashed,
-                details={"settings": settings.to_dict()},
-            )
+            names = ("seed", "base_model", "base_revision")
+            pinned: dict[str, Any] = {name: vars(settings)[name] for name in names}
+            details = {"settings": settings.to_dict()}
+            provenance(store.path, data_hash=hashed, details=details, **pinned)
     return dataset
 
 
-def _refuse_other_problems(store: LabelStore, given: Mapping[str, Problem]) -> None:
+def _refuse_other_problems(store: LabelStore, given: Mapping[str, tuple[str, str]]) -> None:
     for problem_id, stored in store.problems.items():
+        held = f"{store.path} holds traces of problem {problem_id!r}"
         if problem_id not in given:
             raise ValueError(
-                f"{store.path} holds traces of problem {problem_id!r}, which is not among the "
-                f"{len(given)} given: give all of its problems to continue it, or use another "
-                "folder"
+                f"{held}, which is not among the {len(given)} given: give all of its problems to "
+                "continue it, or use another folder"
             )
-        asked = given[problem_id].problem, given[problem_id].answer
-        if asked != stored:
+        if given[problem_id] != stored:
             raise ValueError(
-                f"{store.path} holds traces of problem {problem_id!r} with (problem, answer) "
-                f"{stored}, given is {asked}: use another folder"
+                f"{held} with (problem, answer) {stored}, given is {given[problem_id]}: use "
+                "another folder"
             )
 
 
@@ -197,24 +183,18 @@ class LabelStream:
     def run(self) -> None:
         """Labels until there is nothing to take."""
         settings, fmt = self._labeller.settings, self._labeller.fmt
+        thinking = None if settings.imported_from else fmt
+        stop = fmt.box_state if settings.answer == "forced" else None
+        forced = fmt.forced_suffix(settings.answer), settings.max_answer_tokens, stop
         with ThreadPoolExecutor(1) as self._grader:  # beside the engine
             while not self._ended:
                 try:
-                    self._engine.sample_and_fork(
-                        self,
-                        self._labeller.sampling,
-                        None if settings.imported_from else fmt,
-                        fmt.forced_suffix(settings.answer),
-                        settings.max_answer_tokens,
-                        fmt.box_state if settings.answer == "forced" else None,
-                    )
+                    self._engine.sample_and_fork(self, self._labeller.sampling, thinking, *forced)
                 except (EnginesDownError, KeyboardInterrupt):
                     self._settle()
                     raise
-                except OSError:  # such as a full disk
-                    raise
                 except Exception as error:
-                    if not self._begun:
+                    if not self._begun or isinstance(error, OSError):  # such as a full disk
                         raise
                     for name in list(self._begun):
                         self._suspect(name, error)
@@ -256,7 +236,7 @@ class LabelStream:
         if not trace.trace_ids:
             self._ready.dropped.append((*key.place, "the trace has no thinking tokens"))
             return
-        self._ungraded.append(self._labeller.row(key, request.prompt_ids, trace, ends, answers))
+        self._ungraded.append(self._labeller.row(key, trace, ends, answers))
         self._grading.append(self._grader.submit(self._grade))
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
@@ -298,7 +278,8 @@ class LabelStream:
 
     def _held(self) -> int:
         """Traces that are begun and not committed."""
-        return sum(map(len, (self._begun, self._suspects, self._grading, self._ready)))
+        stages: tuple[Sized, ...] = (self._begun, self._suspects, self._grading, self._ready)
+        return sum(map(len, stages))
 
     def _collect(self) -> None:
         """Takes rows that are graded."""

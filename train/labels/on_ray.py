@@ -17,7 +17,6 @@ from .labelling import TraceKey
 from .making import LabelStream, Work, Worker
 from .store import Chunk, LabelStore
 
-_PIP_LINE = "pip install 'ospruner[ray]'"
 _DEATHS = 2  # how often a trace may end its actor together with others, and then alone
 
 
@@ -39,21 +38,19 @@ def ray_work(
     been begun in two of them is done alone, so that a deadly trace is found and recorded as failed.
     Some that could not be done raise an UnfinishedRunError; the others are in the folder.
 
-    Args:
-        make_worker: called once in each actor.
-        actors: engines, each in a process of its own.
-        gpus_per_actor: GPUs of each; for a vLLM replica its `tensor_parallel_size`.
-        chunk_traces: traces that an actor may have begun and not handed in: what its end may cost.
-        progress: called with phase "label", in traces.
+    Each actor makes one worker, in a process of its own, with so many GPUs (for a vLLM replica its
+    `tensor_parallel_size`). It may have begun a chunk of traces and not handed them in: what its
+    end may cost. The progress has one phase, "label", in traces.
 
     Raises:
         MissingPackageError: Ray is not installed.
     """
-    needed("ray", f"labelling with actors={actors}", _PIP_LINE)
+    needed("ray", f"labelling with actors={actors}", "pip install 'ospruner[ray]'")
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
         import ray
 
+        places = {key.place for key in todo}
         foreman: Any = ray.remote(num_cpus=0)(_Foreman).remote(list(todo))
         kind: Any = ray.remote(num_gpus=gpus_per_actor, num_cpus=1)(_Actor)
         count = min(actors, len(todo))
@@ -65,7 +62,7 @@ def ray_work(
             for chunk, effects in ray.get(foreman.collect.remote()):
                 store.note_effects(effects)
                 store.commit(chunk)
-            progress("label", total - sum(key.place not in store.done for key in todo), total)
+            progress("label", total - len(places - store.done), total)
 
         try:
             while running or opened < count:
@@ -92,7 +89,7 @@ def ray_work(
         finally:
             for _, actor in running.values():
                 ray.kill(actor)
-        if left := sum(key.place not in store.done for key in todo):
+        if left := len(places - store.done):
             raise UnfinishedRunError(
                 f"{left} traces are not done; the first error: {error}. The others are kept in "
                 f"{store.path}: see to the cause and run again"

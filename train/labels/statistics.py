@@ -12,8 +12,6 @@ from .folder import MANIFEST, read_labels, read_manifest
 from .label import Regraded
 from .store import COSTS
 
-_SHOWN_ERRORS = 3
-
 
 def stats_of(path: str | Path) -> dict[str, Any]:
     """Counts, accuracy forced at the end and token costs, JSON-ready.
@@ -60,10 +58,8 @@ def told(path: str | Path, stats: dict[str, Any]) -> str:
     """What a label run made, in a few lines."""
     manifest = read_manifest(path)
     reasons = "".join(f"; {why}: {n}" for why, n in sorted(stats["ungraded_reasons"].items()))
-    shares = ", ".join(
-        f"{float(share):.0%} of the trace {100 * right:.1f} %"
-        for share, right in stats["accuracy_at"].items()
-    )
+    at = stats["accuracy_at"].items()
+    shares = ", ".join(f"{float(part):.0%} of the trace {100 * right:.1f} %" for part, right in at)
     lines = [
         f"{stats['traces']} traces of {stats['problems']} problems, {stats['steps']} labelled "
         f"steps, {stats['tokens_per_trace']:.0f} thinking tokens a trace; cut at the cap "
@@ -72,8 +68,8 @@ def told(path: str | Path, stats: dict[str, Any]) -> str:
         f"Right when forced at {shares}; at the end {100 * stats['full_accuracy']:.1f} %, at some "
         f"step {100 * stats['ever_right']:.1f} %",
     ]
-    for problem, sample, error in manifest["failed"][:_SHOWN_ERRORS]:
-        lines.append(f"Failed: trace {sample} of problem {problem}: {error}")
+    some = manifest["failed"][:3]
+    lines += [f"Failed: trace {sample} of problem {name}: {why}" for name, sample, why in some]
     if failed := stats["failed_traces"]:
         lines.append(
             f"{failed} of {failed + stats['traces']} traces failed. If they are the long ones, the "
@@ -97,8 +93,7 @@ def told_stopped(path: str | Path) -> str:
 
 def told_regraded(result: Regraded) -> tuple[str, dict[str, Any]]:
     """What grading again changed: lines, and numbers."""
-    changed = dict(sorted(result.changed.items()))
-    detail = "".join(f"; {name}: {count}" for name, count in changed.items())
-    said = f"{result.steps} forced answers graded, {sum(changed.values())} grades changed{detail}"
+    detail = "".join(f"; {name}: {count}" for name, count in result.changed.items())
+    said = f"{result.steps} forced answers graded, {result.changed.total()} grades changed{detail}"
     without = [f"without a verdict, {why}: {n}" for why, n in sorted(result.ungraded.items())]
-    return "\n".join([said, *without]), vars(result) | {"changed": changed}
+    return "\n".join([said, *without]), vars(result)

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from operator import itemgetter
@@ -26,13 +27,12 @@ from .features import FEATURES, prefix_rows
 from .folder import (
     FORMAT_VERSION,
     MANIFEST,
-    README,
     Shard,
     check_folder,
-    folder_card,
     read_manifest,
     read_shard,
     shards_of,
+    write_card,
 )
 
 COSTS = (
@@ -44,9 +44,7 @@ shared, slots of padding; the first two of sampling."""
 
 _COUNTS = ("problems", "steps", "ungraded_steps", "capped_traces")  # of a finished run
 _place = itemgetter("problem_id", "sample_index")  # what tells a row from others
-
-Lost = tuple[str, int, str]
-"""A trace that is no row: problem id, sample index, why."""
+Lost = tuple[str, int, str]  # a trace that is no row: problem id, sample index, why
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,6 @@ class LabelStore:
     longer among `done`: whoever continues the run labels them again. The manifest keeps `source`,
     which says where the problems come from.
 
-    Attributes:
-        done: (problem id, sample index) of the traces that are rows, were dropped, or failed.
-        problems: (text, reference) of the problems of the rows, by id.
-        manifest: what it says; written with what is committed.
-
     Raises:
         ValueError: the folder holds something else, labels with other settings, or is being
             written by another run.
@@ -87,9 +80,10 @@ class LabelStore:
         self, path: str | Path, settings: LabelSettings, source: Mapping[str, Any] | None = None
     ) -> None:
         self.path = Path(path)
-        self.problems: dict[str, tuple[str, str]] = {}
+        self.problems: dict[str, tuple[str, str]] = {}  # text and reference of those of rows, by id
+        # Problem id and sample index of the traces that are rows, were dropped, or failed.
         self.done: set[tuple[str, int]] = set()
-        self.manifest: dict[str, Any] = {
+        self.manifest: dict[str, Any] = {  # is written with what is committed
             "format_version": FORMAT_VERSION,
             "settings": settings.to_dict(),
             "source": dict(source or {}),
@@ -104,21 +98,17 @@ class LabelStore:
         }
         check_folder(self.path, settings)
         (self.path / "data").mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(self.path)
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(lock_folder(self.path))
             self._open(settings)
-        except BaseException:
-            self._lock.close()
-            raise
+            stack.callback(write_card, self.path)  # a commit may be interrupted before it
+            self._leave = stack.pop_all().close
 
     def __enter__(self) -> LabelStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._write_card()  # a commit may have been interrupted before it
-        finally:
-            self._lock.close()
+        self._leave()
 
     @property
     def shards(self) -> list[Shard]:
@@ -138,7 +128,8 @@ class LabelStore:
             for name, lost in (("dropped", chunk.dropped), ("failed", chunk.failed))
         }
         changes |= {name: self.manifest[name] + chunk.costs[name] for name in COSTS}
-        self._exchange({len(self.shards): _table(rows)} if rows else {}, **changes)
+        table = pa.Table.from_pylist(rows, FEATURES.arrow_schema)
+        self._exchange({len(self.shards): table} if rows else {}, **changes)
         self._account(rows)
         self.done |= chunk.places()
 
@@ -154,7 +145,8 @@ class LabelStore:
             before = read_shard(self.path, shard)
             rows = before.to_pylist()
             change(rows)
-            if not (after := _table(rows)).equals(before):
+            after = pa.Table.from_pylist(rows, FEATURES.arrow_schema)
+            if not after.equals(before):
                 changed[number] = after
         self._exchange(changed)
 
@@ -227,7 +219,7 @@ class LabelStore:
         counted = {self.path / shard.file for shard in whole}
         for file in set(self.path.glob("data/train-*.parquet")) - counted:
             file.replace(file.with_suffix(".unlisted"))
-        self._write_card()
+        write_card(self.path)
 
     def _account(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.done.update(map(_place, rows))
@@ -252,28 +244,14 @@ class LabelStore:
             (self.path / shard.file).unlink()
             (self.path / shard.view).unlink(missing_ok=True)
 
-    def _write_card(self) -> None:
-        """Names the shards that the manifest on the disk lists, whatever a failure has left."""
-        shards = shards_of(read_manifest(self.path))
-        viewed = [shard for shard in shards if (self.path / shard.view).exists()]
-        file, card = self.path / README, folder_card(shards, viewed).encode()
-        if not file.is_file() or file.read_bytes() != card:
-            replace_file(file, card)
-
     def _write_manifest(self, **changes: Any) -> None:
-        self.manifest |= {"finished": False} | changes
-        if not self.manifest["finished"]:
-            for name in _COUNTS:
-                self.manifest.pop(name, None)
+        kept = {name: value for name, value in self.manifest.items() if name not in _COUNTS}
+        self.manifest = kept | {"finished": False} | changes
         self.manifest["deterministic"] = not self.manifest["batch_effects"]
         self.manifest["traces"] = sum(shard.rows for shard in self.shards)
         self.manifest["shards"] = self.manifest.pop("shards")  # last, for they are many
         write_checked(self.path / MANIFEST, self.manifest)
-        self._write_card()
-
-
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_pylist(rows, FEATURES.arrow_schema)
+        write_card(self.path)
 
 
 def _write_parquet(file: Path, table: pa.Table) -> str:
