@@ -98,37 +98,18 @@ def _plain(name: str) -> str:
     return name.casefold().replace("-", "")
 
 
-def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Table:
-    """Measured beside published, one row a rule; a published number has no interval.
-
-    With `free` answers lengths are of thinking and answer together.
-    """
-    length, saved = ("generated_tokens", "total_reduction") if free else ("tokens", "reduction")
-    columns = (
-        Column("accuracy %", "accuracy", 100, 1),
-        Column("paper's", "paper_accuracy_percent", digits=1),
-        Column("tokens", length),
-        Column("paper's", "paper_length_tokens"),
-        Column("saved %", saved, 100, 1),
-        Column("paper's", "paper_reduction_percent", digits=1),
-    )
-    return Table.of(frame, columns, **more)
-
-
 def print_table_1(console: Console) -> list[dict[str, Any]]:
     """Prints Table 1's AES as printed, and recomputed by both definitions; the same as cells."""
-    variants = {"absolute": AES_ABSOLUTE, "relative": AES_RELATIVE}
-    frame = published("table1")[[MODEL, "method", BENCHMARK]].assign(
-        printed=published("table1")["aes"],
-        **{name: table_1_scores(variant)["recomputed"] for name, variant in variants.items()},
-    )
+    frame = published("table1")[[MODEL, "method", BENCHMARK, "aes"]]
+    frame = frame.rename(columns={"aes": "printed"})
     labels = frame[[MODEL, "method", BENCHMARK]].agg(", ".join, axis=1).tolist()
-    columns = [Column("printed", "printed", digits=2)]
-    columns += [Column(variant.label, name, digits=3) for name, variant in variants.items()]
+    columns, worst = [Column("printed", "printed", digits=2)], []
+    for name, variant in (("absolute", AES_ABSOLUTE), ("relative", AES_RELATIVE)):
+        frame[name] = table_1_scores(variant)["recomputed"]
+        columns.append(Column(variant.label, name, digits=3))
+        apart = (frame[name] - frame["printed"]).abs().max()
+        worst.append(f"Largest deviation, {variant.label}: {apart:.4f}")
     title = "The paper's Table 1: AES as printed, and recomputed from its accuracies and lengths"
-    console.print(Table.of(frame, columns, labels, title=title, corner=""))
-    for name, variant in variants.items():
-        worst = (frame[name] - frame["printed"]).abs().max()
-        console.print(f"Largest deviation, {variant.label}: {worst:.4f}")
+    console.print(Table.of(frame, columns, labels, title=title, corner=""), *worst, sep="\n")
     records: list[dict[str, Any]] = frame.to_dict("records")
     return records

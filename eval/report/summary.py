@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
 from ..compute import flops_scale
 from ..evaluation import of_probabilities
-from ..results import Results, best_rows, find_results, main_rows, prices_of
-from .paper import comparison_table, with_published
+from ..results import Results, best_rows, find_results, main_rows, price_name, prices_of
+from .paper import with_published
 from .pictures import draw_dynamics, draw_pareto
-from .tables import (
-    BENCHMARK,
-    INTERVALS,
-    MAIN,
-    MODEL,
-    Column,
-    Table,
-    best_aes_table,
-    full_table,
-    grid_frame,
-)
+from .tables import BENCHMARK, INTERVALS, MAIN, MODEL, Column, Table, best_aes_table, grid_frame
 
 COSTS = (
     Column("wrong to\nright %", "helped", 100, 1),
@@ -63,18 +53,18 @@ def told(results: Results) -> list[str]:
             f"{found['largest']:.1e} at most, at {found['steps']} step ends."
         )
     for about, said in (("never_right", "right at no step"), ("at_cap", "cut at their cap")):
-        if not (found := results.about.get(about)):
-            continue
-        best = best_rows(main_rows(results.frame))
-        names = (best["method"] + " " + best["setting"]).str.strip()
-        saved: Mapping[str, float | None] = found["saved"]
-        shares = [f"{name} {100 * x:.0f} %" for name in names if (x := saved.get(name)) is not None]
-        lines.append(
-            f"{100 * found['traces']:.1f} % of the traces are {said}; they are "
-            f"{100 * found['tokens']:.0f} % of the thinking tokens"
-            + (f", and of the tokens that are saved: {', '.join(shares)}" if shares else "")
-            + "."
-        )
+        if found := results.about.get(about):
+            best, saved = best_rows(main_rows(results.frame)), found["saved"]
+            shares = [
+                f"{name} {100 * saved[name]:.0f} %"
+                for name in (best["method"] + " " + best["setting"]).str.strip()
+                if saved.get(name) is not None
+            ]
+            more = f", and of the tokens that are saved: {', '.join(shares)}" if shares else ""
+            lines.append(
+                f"{100 * found['traces']:.1f} % of the traces are {said}; they are "
+                f"{100 * found['tokens']:.0f} % of the thinking tokens{more}."
+            )
     return lines
 
 
@@ -88,13 +78,6 @@ def tables_of(results: Results) -> list[Table]:
     if less := len(results.frame) - len(frame):
         title = f"{title}; as validation chose ({less} more settings in results.json)"
     return [results_table(frame, title), *cost_tables(frame), *whole]
-
-
-def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
-    """A column for each price at which a frame has numbers: "reward" or "gap"."""
-    before = "reward\nprice=" if kind == "reward" else "price="
-    names = prices_of(frame, kind).values()
-    return [Column(before + one.partition("@")[2], one, scale, digits) for one in names]
 
 
 def results_table(frame: pd.DataFrame, title: str = "") -> Table:
@@ -118,19 +101,19 @@ def results_table(frame: pd.DataFrame, title: str = "") -> Table:
 def cost_tables(frame: pd.DataFrame) -> list[Table]:
     """What the main table leaves out of the rules, within 80 columns.
 
-    Returns:
-        Help and harm, answers, probes and caps; answers after a stop and after the trace's own end,
-        where both are known; rewards at each price, and time where measured.
+    Help and harm, answers, probes and caps; answers after a stop and after the trace's own end,
+    where both are known; rewards at each price, and time where measured.
     """
     rules = frame[frame["kind"] == "rule"]
-    timed = not rules["time_ratio"].isna().all()
-    columns = [SAVED, *price_columns(rules, "reward", 1, 3), *(TIME if timed else ())]
-    caption = "" if timed else "Wall-clock: not measured in this mode"
-    title = "Rewards and time" if timed else "Rewards"
     tables = [Table.of(rules, COSTS, title="Changed answers and further tokens")]
     if "answer_after_end" in rules and rules["answer_after_stop"].notna().any():
         told = "An answer that thinks on opens or closes a thinking again, or begins with a doubt"
         tables.append(Table.of(rules, ANSWERS, caption=told, title="Thinking after the cut"))
+    columns, title, caption = [SAVED], "Rewards", "Wall-clock: not measured in this mode"
+    for price, name in prices_of(rules, "reward").items():
+        columns.append(Column(f"reward\nprice={price_name(price)}", name, digits=3))
+    if not rules["time_ratio"].isna().all():
+        columns, title, caption = [*columns, *TIME], "Rewards and time", ""
     return [*tables, Table.of(rules, columns, caption=caption, title=title)]
 
 
@@ -151,22 +134,25 @@ def differences_table(frame: pd.DataFrame) -> Table:
 def frontier_tables(results: Results) -> list[Table]:
     """Areas, the first method's lead over each other, and the shares of the oracle's gap."""
     frame = results.frontiers
-    methods = frame["method"].tolist()
-    left_out = results.about.get("left_out") or {}
-    told = [f"left out: {name} ({why})" for name, why in left_out.items()]
-    columns = [Column("area, %", "area", 100, 2)]
-    columns += [Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)]
+    methods, told = frame["method"].tolist(), []
+    columns = [
+        Column("area, %", "area", 100, 2),
+        Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True),
+    ]
     if "fewer" in frame:
-        columns += [Column("tokens above\nit, %", "fewer", 100, 1, signed=True)]
-        told[:0] = [
+        columns.append(Column("tokens above\nit, %", "fewer", 100, 1, signed=True))
+        told.append(
             "tokens above it: what a method thinks more, in % of the full trace, where it is as "
             f"right as {methods[0]} at the setting that validation chose"
-        ]
+        )
+    left_out = results.about.get("left_out") or {}
+    told += [f"left out: {name} ({why})" for name, why in left_out.items()]
     title = f"{results.dataset}: {results.setting}"
-    areas = Table.of(frame, columns, methods, caption="\n".join(told), title=title)
-    title, gaps = "Share of the oracle's gap closed, %", price_columns(frame, "gap", 100, 1)
-    closed = Table.of(frame, gaps, methods, caption=INTERVALS, title=title)
-    return [areas, closed] if gaps else [areas]
+    tables = [Table.of(frame, columns, methods, caption="\n".join(told), title=title)]
+    prices, title = prices_of(frame, "gap").items(), "Share of the oracle's gap closed, %"
+    if gaps := [Column(f"price={price_name(price)}", name, 100, 1) for price, name in prices]:
+        tables.append(Table.of(frame, gaps, methods, caption=INTERVALS, title=title))
+    return tables
 
 
 PARETO = (
@@ -195,7 +181,6 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> list[P
     for answer, frame in everything.groupby("answer"):
         tables.append(best_aes_table(frame))
         for model, of_model in frame.groupby(MODEL, sort=False):
-            tables.append(full_table(frame, str(model)))
             panels = {str(name): one for name, one in of_model.groupby(BENCHMARK, sort=False)}
             name = f"pareto-{model}-{answer}".replace("/", "-")
             figures[name] = draw_pareto(panels, f"{model}, {answer} answers"), PARETO
@@ -239,7 +224,16 @@ def _of_comparison(one: Results) -> Iterator[str]:
     if len(one.differences):
         tables.append(differences_table(one.differences))
     if (beside := with_published(one)) is not None:
+        free = said["answer"] == "free"  # whose lengths are of thinking and answer together
+        columns = [
+            Column("accuracy %", "accuracy", 100, 1),
+            Column("paper's", "paper_accuracy_percent", digits=1),
+            Column("tokens", "generated_tokens" if free else "tokens"),
+            Column("paper's", "paper_length_tokens"),
+            Column("saved %", "total_reduction" if free else "reduction", 100, 1),
+            Column("paper's", "paper_reduction_percent", digits=1),
+        ]
         caption = "Measured beside published, same model, benchmark, method and parameter"
-        tables.append(comparison_table(beside, said["answer"] == "free", caption=caption))
+        tables.append(Table.of(beside, columns, caption=caption))
     for table in tables:
         yield f"### {table.title}\n\n{table.markdown()}" if table.title else table.markdown()

@@ -8,7 +8,7 @@ paper's tables are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..methods import FULL
-from ..results import ENDS, Estimate, Interval, Results, markdown_table
+from ..results import ENDS, NAMED, Estimate, Interval, Results, markdown_table
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
@@ -51,7 +51,6 @@ class Column:
 ACCURACY, LENGTH = Column("Acc", "accuracy", 100, 1), Column("Len", "tokens")
 AES = Column("AES", "aes", digits=2, ranked=True)  # few tokens alone win nothing
 COMPUTE = Column("Comp", "flops_ratio", 100)
-COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
 MAIN = (
     Column("accuracy %", "accuracy", 100, 1),
     Column("thinking\ntokens", "tokens"),
@@ -106,12 +105,7 @@ class Table:
         return [(group, column) for group in groups for column in self.columns]
 
     @property
-    def heads(self) -> list[str]:
-        """Headings of the columns of numbers, on one line."""
-        return [f"{group} {one.head}".strip().replace("\n", " ") for group, one in self._shown]
-
-    @property
-    def labels(self) -> list[str]:
+    def _labels(self) -> list[str]:
         """The rows' labels, on one line."""
         rows = [one if isinstance(one, tuple) else (one,) for one in self.numbers.index]
         return [" ".join(filter(None, row)) for row in rows]
@@ -141,19 +135,18 @@ class Table:
     def markdown(self) -> str:
         """GitHub's Markdown, the caption above; the best bold, the second best underlined."""
         cells = self.texts("brackets", "**|**", "<u>|</u>").to_numpy()
-        rows = [[label, *row] for label, row in zip(self.labels, cells, strict=True)]
+        rows = [[label, *row] for label, row in zip(self._labels, cells, strict=True)]
+        heads = [f"{group} {one.head}".strip() for group, one in self._shown]
         above = f"{self.caption}\n\n" if self.caption else ""
-        return f"{above}{markdown_table([self.corner, *self.heads], rows)}\n"
+        return f"{above}{markdown_table([self.corner, *heads], rows)}\n"
 
     def latex(self) -> str:
         """A booktabs table, each number with its interval."""
         body = self.texts("brackets", r"\textbf{|}", r"\underline{|}", escape=_tex)
-        body = body.rename(index=_tex)
+        body = body.rename(index=_tex).rename_axis([None] * body.index.nlevels)
         heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
-        grouped = any(group for group, _ in heads)
         body.columns = pd.MultiIndex.from_tuples(heads)
-        body = body if grouped else body.droplevel(0, axis=1)
-        body.index.names = [None] * body.index.nlevels
+        body = body if any(group for group, _ in heads) else body.droplevel(0, axis=1)
         return str(
             body.style.to_latex(
                 hrules=True,
@@ -182,7 +175,7 @@ class Table:
             table.add_column(one.head, justify="right", no_wrap=True)
             if one.narrow:
                 texts[column] = texts[column].str.partition(" ")[0]
-        for number, (label, cells) in enumerate(zip(self.labels, texts.to_numpy(), strict=True)):
+        for number, (label, cells) in enumerate(zip(self._labels, texts.to_numpy(), strict=True)):
             parts = [cell.partition(" ±") for cell in cells]
             table.add_row(
                 Text(label),
@@ -213,49 +206,19 @@ def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
     """
     found: dict[tuple[str, ...], pd.DataFrame] = {}
     for one in comparisons:
-        said = one.settings
-        name = said["benchmark"]
-        if (said["model"], name, said["answer"]) in found:
-            name = f"{name} ({said['mode']})"
-        key = said["model"], name, said["answer"]
-        named = dict(zip((MODEL, BENCHMARK, "answer"), key, strict=True))
-        found[key] = one.frame.assign(**named)
+        model, name, answer, mode = (one.settings[setting] for setting in NAMED)
+        if (model, name, answer) in found:
+            name = f"{name} ({mode})"
+        found[model, name, answer] = one.frame.assign(model=model, benchmark=name, answer=answer)
     return pd.concat(found.values(), ignore_index=True)
-
-
-def _grid(
-    frame: pd.DataFrame, rows: Sequence[str], columns: Sequence[Column], **more: Any
-) -> Table:
-    """A table with a group of columns for each benchmark and, of several, their mean.
-
-    The mean is of independent benchmarks, so that half-widths add in squares; a row that a
-    benchmark lacks has none. Compute stands in it where it was counted. Rows are named by columns
-    of the frame, which is one of `grid_frame`.
-    """
-    if not frame["flops_ratio"].isna().all():
-        columns = [*columns, COMPUTE]
-        more["caption"] = f"{more['caption']}{COMPUTE_CAPTION}"
-    names = [one.name + end for one in columns for end in ENDS]
-    index = pd.MultiIndex.from_frame(frame[list(rows)].drop_duplicates())
-    blocks = {
-        str(name): of_one.set_index(list(rows))[names].reindex(index).astype(float)
-        for name, of_one in frame.groupby(BENCHMARK, sort=False)
-    }
-    if len(blocks) > 1:
-        values = np.stack([block.to_numpy() for block in blocks.values()])
-        values = values.reshape(len(blocks), len(index), len(columns), len(ENDS))
-        mean = values[..., :1].mean(axis=0)  # (rows, columns, 1)
-        half = np.linalg.norm(values[..., 1:] - values[..., :1], axis=0) / len(blocks)
-        ends = np.concatenate([mean, mean + half * [-1, 1]], axis=-1)
-        blocks[AVERAGE] = pd.DataFrame(ends.reshape(len(index), -1), index, names)
-    more["caption"] = f"{more['caption']}95 % intervals by problem."
-    return Table(pd.concat(blocks, axis=1), tuple(columns), **more)
 
 
 def best_aes_table(frame: pd.DataFrame) -> Table:
     """Table 1: each method at the setting that validation chose, else at its best AES.
 
-    Rows are of one kind of answers, for the two are never mixed.
+    Of a `grid_frame` whose answers are of one kind, for the two are never mixed: a group of columns
+    for each benchmark and, of several, their mean. They are independent, so that half-widths add in
+    squares; a row that a benchmark lacks has no mean. Compute stands there where it was counted.
     """
     frame = frame[frame["kind"] == "rule"]
     (answer,) = frame["answer"].unique()
@@ -268,38 +231,31 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
         how = f"on validation where it was compared with some, else {how}"
     scores = frame["aes"].fillna(-np.inf).mask(chosen, np.inf)
     frame = frame.loc[sorted(scores.groupby(settings).idxmax())]
-    mean = f"{AVERAGE} is the mean over benchmarks. " if frame[BENCHMARK].nunique() > 1 else ""
-    return _grid(
-        frame,
-        (MODEL, "method"),
-        (ACCURACY, LENGTH, AES),
-        caption=f"Each method at its best AES, chosen {how}; {answer} answers. AES "
-        f"{' and '.join(frame['aes_label'].unique())}. {mean}",
+    caption = f"Each method at its best AES, chosen {how}; {answer} answers. AES "
+    caption += f"{' and '.join(frame['aes_label'].unique())}. "
+    columns = [ACCURACY, LENGTH, AES]
+    if not frame["flops_ratio"].isna().all():
+        columns.append(COMPUTE)
+    names = [one.name + end for one in columns for end in ENDS]
+    index = pd.MultiIndex.from_frame(frame[[MODEL, "method"]].drop_duplicates())
+    blocks = {
+        str(name): of_one.set_index([MODEL, "method"])[names].reindex(index).astype(float)
+        for name, of_one in frame.groupby(BENCHMARK, sort=False)
+    }
+    if len(blocks) > 1:
+        caption += f"{AVERAGE} is the mean over benchmarks. "
+        values = np.stack([block.to_numpy() for block in blocks.values()])
+        values = values.reshape(len(blocks), len(index), len(columns), len(ENDS))
+        mean = values[..., :1].mean(axis=0)  # (rows, columns, 1)
+        half = np.linalg.norm(values[..., 1:] - values[..., :1], axis=0) / len(blocks)
+        ends = np.concatenate([mean, mean + half * [-1, 1]], axis=-1)
+        blocks[AVERAGE] = pd.DataFrame(ends.reshape(len(index), -1), index, names)
+    if COMPUTE in columns:
+        caption += "Comp: all that was computed, in % of the full trace's operations. "
+    return Table(
+        pd.concat(blocks, axis=1),
+        tuple(columns),
+        caption=f"{caption}95 % intervals by problem.",
         corner="Model / Method",
         name=f"best-aes-{answer}",
     )
-
-
-def full_table(frame: pd.DataFrame, model: str) -> Table:
-    """The appendix' table of one model and kind of answers: every rule at every parameter."""
-    own = frame[(frame["kind"] == "rule") & (frame[MODEL] == model)]
-    (answer,) = own["answer"].unique()
-    if answer == "free":  # lengths are of thinking and answer together
-        columns = [
-            Column("CoT", "tokens"),
-            Column("Ans", "answer_tokens"),
-            Column("CoT + Ans", "generated_tokens"),
-            Column("Red. %", "total_reduction", 100, 1),
-        ]
-    else:
-        columns = [LENGTH, Column("Red. %", "reduction", 100, 1)]
-    # Thresholds that lie close together read alike.
-    table = _grid(
-        own.fillna({"parameter": -1.0}),
-        ("method", "setting", "parameter"),
-        [ACCURACY, *columns],
-        caption=f"Full results for {model}, {answer} answers. ",
-        corner="Method / Param",
-        name=f"full-{model}-{answer}".replace("/", "-"),
-    )
-    return replace(table, numbers=table.numbers.droplevel("parameter"))
