@@ -290,7 +290,7 @@ def validation_area(validation: Judged, policy: Path) -> float:
     for value in family_thresholds(LEARN_STOP, np.where(free, said, np.nan)):
         outcome = replay(table, said, value)
         rules.append(Rule(use.method, outcome, value, "threshold", validation=(outcome,)))
-    found, _ = frontiers({use.method: rules}, table, table, replicates=1)
+    found, _ = frontiers({use.method: rules}, table, table)
     return float(found["validation_area"][0])
 
 

@@ -78,49 +78,40 @@ class Calibration:
     threshold: float | None = None
 
     def told(self, max_loss: float, confidence: float) -> str:
-        """The finding in words."""
-        goal = f"at most {100 * max_loss:g} points lost at {confidence:g} confidence"
+        """The finding in words, and how far the base's own answers lie from what it is against."""
+        goal = f"the promise of at most {100 * max_loss:g} points lost at {confidence:g} confidence"
         if self.value is not None:
             at = "" if self.threshold is None else f"@{self.threshold:g}"
-            return (
-                f"{self.value:g}{at} keeps the promise of {goal}: on {self.problems:,} problems it "
+            said = (
+                f"{self.value:g}{at} keeps {goal}: on {self.problems:,} problems it "
                 f"loses {100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the "
-                f"thinking tokens ({self.test} test). {self._against()}"
+                f"thinking tokens ({self.test} test)."
             )
-        more = (
-            f"about {self.enough:,} such problems would do for the most careful setting"
-            if self.enough
-            else "more problems like these would not help: the most careful setting loses too "
-            "much; add more careful ones (--values; 0@.95 is price 0 from probability .95 on)"
-        )
+        else:
+            more = (
+                f"about {self.enough:,} such problems would do for the most careful setting"
+                if self.enough
+                else "more problems like these would not help: the most careful setting loses too "
+                "much; add more careful ones (--values; 0@.95 is price 0 from probability .95 on)"
+            )
+            said = (
+                f"No setting keeps {goal} on {self.problems:,} problems ({self.test} test; the "
+                f"most careful one loses {100 * self.loss:.2f} points); {more}."
+            )
+        natural = "; the labels hold no natural answers."
+        if self.natural_accuracy is not None:
+            apart = 100 * (self.natural_accuracy - self.full_accuracy)
+            natural = "; the natural answer there is right in "
+            natural += f"{self.natural_accuracy:.1%} ({apart:+.2f} points)."
         return (
-            f"No setting keeps the promise of {goal} on {self.problems:,} problems ({self.test} "
-            f"test; the most careful one loses {100 * self.loss:.2f} points); {more}. "
-            f"{self._against()}"
+            f"{said} The loss is against the answer forced at the full trace's end, right in "
+            f"{self.full_accuracy:.1%}{natural}"
         )
-
-    def _against(self) -> str:
-        """What the loss is against, and how far the base's own answers lie from it."""
-        said = (
-            "The loss is against the answer forced at the full trace's end, right in "
-            f"{self.full_accuracy:.1%}"
-        )
-        if self.natural_accuracy is None:
-            return f"{said}; the labels hold no natural answers."
-        apart = 100 * (self.natural_accuracy - self.full_accuracy)
-        natural = f"{self.natural_accuracy:.1%} ({apart:+.2f} points)"
-        return f"{said}; the natural answer there is right in {natural}."
 
 
 def losses(table: TraceTable, outcome: Outcome) -> FloatArray:
     """(P,) loss of accuracy of each problem against its full traces, in [-1, 1]."""
-    return _by_problem(table, table.full_correct - outcome.correct)
-
-
-def _by_problem(table: TraceTable, values: FloatArray) -> FloatArray:
-    """(P,) means over each problem's traces of (N,) values."""
-    counts = np.bincount(table.problem_index)
-    return np.bincount(table.problem_index, weights=values) / counts
+    return table.by_problem(table.full_correct - outcome.correct)
 
 
 def _test_of(lost: Sequence[FloatArray]) -> Test:
@@ -157,7 +148,7 @@ def calibrate(
     Raises:
         ValueError: a number out of its range, or no setting.
     """
-    for name, number in (("max_loss", max_loss), ("confidence", confidence)):
+    for name, number in {"max_loss": max_loss, "confidence": confidence}.items():
         if not 0 < number < 1:
             raise ValueError(f"{name} is {number}; it must lie in (0, 1), such as 0.02 or 0.95")
     if not outcomes:
@@ -165,11 +156,9 @@ def calibrate(
     places = [hashlib.sha256(f"{salt}/{one}".encode()).digest() for one in table.problem_ids]
     order = sorted(range(len(places)), key=places.__getitem__)
     tested = [losses(table, outcome)[order] for _, outcome in outcomes]
-    test = _test_of(tested)
-    level = (1 - confidence) / looks
+    test, level = _test_of(tested), (1 - confidence) / looks
     kept = int(boldest_kept([lost[None] for lost in tested], max_loss, level, test)[0])
-    shown = max(kept, 0)
-    value, outcome = outcomes[shown]
+    value, outcome = outcomes[max(kept, 0)]
     natural = table.natural_correct
     enough = None if kept >= 0 else problems_needed(tested[0], max_loss, level / 2, test)
     while enough is not None and enough < 4 * len(order):  # these did not do: more like them must
@@ -179,14 +168,14 @@ def calibrate(
         enough = max(math.ceil(1.1 * enough), len(order) + 1)
     return Calibration(
         value=value if kept >= 0 else None,
-        loss=float(tested[shown].mean()),
+        loss=float(tested[max(kept, 0)].mean()),
         tokens_saved=1 - outcome.mean_tokens / replay_full(table).mean_tokens,
         problems=len(order),
         test=test,
-        full_accuracy=float(_by_problem(table, table.full_correct).mean()),
+        full_accuracy=float(table.by_problem(table.full_correct).mean()),
         natural_accuracy=None
         if np.isnan(natural).all()
-        else float(_by_problem(table, np.nan_to_num(natural)).mean()),
+        else float(table.by_problem(np.nan_to_num(natural)).mean()),
         enough=enough,
     )
 
@@ -270,11 +259,9 @@ def betting_rejects(
     probability `level` at most (Waudby-Smith and Ramdas 2024, arXiv:2010.09686, theorem 3). The
     variance is what D's is thought to be before any was seen.
     """
-    n = lost.shape[1]
-    seen = np.arange(n)
-    total = np.cumsum(lost, axis=1) - lost  # of those before
+    seen = np.arange(n := lost.shape[1])
+    mean = (np.cumsum(lost, axis=1) - lost) / np.maximum(seen, 1)  # of those before
     squares = np.cumsum(lost**2, axis=1) - lost**2
-    mean = total / np.maximum(seen, 1)
     spread = (PRIOR_PROBLEMS * variance + squares - seen * mean**2) / (PRIOR_PROBLEMS + seen)
     bet = np.sqrt(2 * math.log(1 / level) / (n * np.maximum(spread, 1e-6)))
     bet = np.minimum(bet, _MOST_BET / (1 - max_loss))  # the capital stays positive at D = 1
@@ -283,17 +270,13 @@ def betting_rejects(
 
 
 def exact_rejects(lost: FloatArray, max_loss: float, level: float) -> BoolArray:
-    """Rejects "the mean loss is `max_loss` or more" by the counts of harmed and helped problems.
-
-    Each loss is -1, 0 or 1.
-    """
+    """Rejects the same by the counts of harmed and helped problems: each loss is -1, 0 or 1."""
     n = lost.shape[1]
-    harmed, helped = (lost > 0.5).sum(axis=1), (lost < -0.5).sum(axis=1)
-    score = _score(harmed.astype(float), helped.astype(float), n, max_loss)
+    score = _score((lost > 0.5).sum(axis=1), (lost < -0.5).sum(axis=1), n, max_loss)
     return np.asarray(score <= _cutoff(n, max_loss, level))
 
 
-def _score(harmed: FloatArray, helped: FloatArray, n: int, margin: float) -> FloatArray:
+def _score(harmed: IntArray, helped: IntArray, n: int, margin: float) -> FloatArray:
     """Tango's score of p_harm - p_help = margin (Statistics in Medicine 17, 1998): low is good."""
     b = (2 * n - harmed + helped) * margin - harmed - helped
     c = -helped * margin * (1 - margin)
@@ -316,7 +299,7 @@ def _cutoff(n: int, margin: float, level: float) -> float:
         counts = np.stack([harmed, helped, n - harmed - helped], axis=-1)
         counts = counts[counts[..., 2] >= 0]
         chances = multinomial.pmf(counts, n, [p_harm, p_help, max(1 - p_harm - p_help, 0)])
-        score = _score(counts[:, 0].astype(float), counts[:, 1].astype(float), n, margin)
+        score = _score(counts[:, 0], counts[:, 1], n, margin)
         order = np.argsort(score)
         spent = np.cumsum(chances[order])
         left_out = min(int(spent.searchsorted(0.98 * level)), len(order) - 1)

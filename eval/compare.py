@@ -60,7 +60,7 @@ def compare(
         train: on which to fit LearnStop.
         beside: other labels of the test problems by the name of their row: their full traces.
         settings: of the comparison; see `Report`.
-        more: of `Recorded`: variant, prices, replicates, about.
+        more: of `Recorded`: variant, prices, about.
 
     Raises:
         ValueError: problems that are in both splits, others beside them, a family without traces to
@@ -73,23 +73,20 @@ def compare(
             f"{len(shared)} problems, such as {shared[0]!r:.60}, are in the labels and in those to "
             "choose on: what is chosen on a problem must not be measured on it"
         )
-    splits = [
-        dataclasses.replace(one, policies={}, rules={}, beside={})
-        for one in (test, choose_on)
-        if one is not None
-    ]
-    splits[0].beside.update({name: _in_full(name, one, test) for name, one in beside.items()})
+    full = {name: _in_full(name, one, test) for name, one in beside.items()}
+    splits = [dataclasses.replace(test, policies={}, rules={}, beside=full)]
+    if choose_on is not None:
+        splits.append(dataclasses.replace(choose_on, policies={}, rules={}))
     kept: list[Method] = []
     left_out: dict[str, str] = {}
     for method in methods:
         try:
             _record(method, splits, train)
+            kept.append(method)
         except ValueError as error:
             if not isinstance(method, Family) or choose_on is None or len(methods) == 1:
                 raise
             left_out[method.method] = str(error)
-        else:
-            kept.append(method)
     if methods and not kept:
         raise ValueError(f"no method could be replayed: {left_out}")
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
@@ -127,14 +124,12 @@ def _in_full(name: str, other: Split, test: Split) -> Outcome:
 def _record(method: Method, splits: Sequence[Split], train: Split | None) -> None:
     """Keeps what a method says on each split, once for all its settings."""
     if isinstance(method, PolicyUse):
-        for split in splits:
-            if method.path not in split.policies:
-                said, config = split.said(method), method.config
-                if said.flops is None and split.compute is not None:  # what its tail computes
-                    read = config.num_policy_layers, config.tuning == "queries"
-                    tail = split.compute.tail(split.table, *read)
-                    said = dataclasses.replace(said, flops=tail)
-                split.policies[method.path] = said
+        for split in (one for one in splits if method.path not in one.policies):
+            said, config = split.said(method), method.config
+            if said.flops is None and split.compute is not None:  # what its tail computes
+                read = config.num_policy_layers, config.tuning == "queries"
+                said = dataclasses.replace(said, flops=split.compute.tail(split.table, *read))
+            split.policies[method.path] = said
         return
     rule, family = (method, method.family) if isinstance(method, StopRule) else (None, method)
     if len(splits) == 1 and (rule is None or family is LEARN_STOP):
@@ -151,12 +146,7 @@ def _record(method: Method, splits: Sequence[Split], train: Split | None) -> Non
 def report_of(recorded: Recorded) -> Report:
     """Every number of a comparison from what its methods say: no weights, no text."""
     (test, *others), variant = recorded.splits, recorded.variant
-    table = test.table
-    rules = _compared(recorded)
-    of_method: dict[str, list[Rule]] = {}
-    for rule in rules:
-        of_method.setdefault(rule.method, []).append(rule)
-    beside = [Rule(name, outcome) for name, outcome in test.beside.items()]
+    table, rules = test.table, _compared(recorded)
     limits = [
         Rule(ORACLE, hindsight_oracle(table)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
@@ -167,6 +157,9 @@ def report_of(recorded: Recorded) -> Report:
     if others:
         there = others[0].table
         full, fixed = replay_full(there), table_rules(there, table)
+        of_method: dict[str, list[Rule]] = {}
+        for rule in rules:
+            of_method.setdefault(rule.method, []).append(rule)
         for of in of_method.values():
             taken, found = choose(of, full, there.problem_index, variant)
             for one, score in zip(of, found.tolist(), strict=True):
@@ -177,10 +170,9 @@ def report_of(recorded: Recorded) -> Report:
             taken, _ = choose(fixed[name], full, there.problem_index, variant)
             limits.insert(-2, dataclasses.replace(taken, method=f"best {name}"))
         everything = {**of_method, **fixed, **of_method}  # the methods first, in their order
-        more["frontiers"], places = frontiers(
-            everything, there, table, recorded.prices, recorded.replicates, variant=variant
-        )
+        more["frontiers"], places = frontiers(everything, there, table, recorded.prices, variant)
         on_frontier = {(m, everything[m][k].parameter) for m, ks in places.items() for k in ks}
+    beside = [Rule(name, outcome) for name, outcome in test.beside.items()]
     rules = [Rule(FULL, replay_full(table)), *beside, *rules]
     keys = [(one.method, one.parameter) for one in (*rules, *limits)]
     marks: dict[str, list[Any]] = {"frontier": [key in on_frontier for key in keys]}
@@ -231,9 +223,9 @@ def _compared(recorded: Recorded) -> list[Rule]:
     """
     splits = recorded.splits
     uses = [method for method in recorded.methods if isinstance(method, PolicyUse)]
-    settings: list[PolicyUse | StopRule] = [*uses]
-    if len(splits) > 1:
-        settings = [*_with_thresholds(uses, splits[1])]
+    settings: list[PolicyUse | StopRule] = (
+        [*uses] if len(splits) == 1 else _with_thresholds(uses, splits[1])
+    )
     for method in recorded.methods:
         if isinstance(method, StopRule):
             settings.append(method)
@@ -245,9 +237,8 @@ def _compared(recorded: Recorded) -> list[Rule]:
         groups.setdefault((one.method, one.parameter), []).append(one)
     rules = []
     for (name, parameter), of in groups.items():
-        test, *there = (tuple(outcome_of(one, split) for one in of) for split in splits)
-        validation = there[0] if there else ()
-        rule = Rule(name, pool(test), parameter, of[0].parameter_name, test, validation)
+        outcomes = [tuple(outcome_of(one, split) for one in of) for split in splits]
+        rule = Rule(name, pool(outcomes[0]), parameter, of[0].parameter_name, *outcomes)
         if len(of) > 1 and not isinstance(of[0], PolicyUse):
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
@@ -257,7 +248,7 @@ def _compared(recorded: Recorded) -> list[Rule]:
     return rules
 
 
-def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[PolicyUse]:
+def _with_thresholds(uses: Sequence[PolicyUse], choose_on: Split) -> list[PolicyUse | StopRule]:
     """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
 
     Each is named once for every threshold of the paper: the first stands for all. At the forced

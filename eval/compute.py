@@ -15,6 +15,7 @@ states of recurrent layers are left out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,30 +23,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_ospruner.policy_ospruner import decoder_layers
 from ospruner.bases import empty_base
 
 from .table import FloatArray, IntArray, TraceTable
 
-_ATTENTION_TOO = (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 _PREFIXES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 
 
 def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float = 1.0) -> float:
     """The share of a parameter's weights that tokens meet: of a mixture's experts, of any others 1.
 
-    Stacked experts have three dimensions; each token is sent to some independently of the others.
+    Each token is sent to some of the experts independently of the others.
     """
     # (experts, in, out), as transformers stacks them; (channels, 1, kernel) is a convolution's.
     if parameter.ndim != 3 or parameter.shape[1] == 1:
@@ -56,10 +48,7 @@ def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float =
 
 
 def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:
-    """Weights of a decoder layer that a token meets: of a mixture's experts those it is sent to.
-
-    The layer may lie on the meta device.
-    """
+    """Weights that a token meets of a decoder layer, which may lie on the meta device."""
     return round(sum(share_met(p, config) * p.numel() for p in layer.parameters()))
 
 
@@ -84,36 +73,29 @@ class LayerWork(NamedTuple):
         return self.token * position + self.attended * attended
 
 
-@dataclass(frozen=True)
-class ModelWork:
-    """What a causal language model computes.
+class ModelWork(NamedTuple):
+    """What a causal language model computes."""
 
-    Attributes:
-        layers: its layers, from the first.
-        logits: operations of the vocabulary's logits after one token.
-    """
-
-    layers: tuple[LayerWork, ...]
-    logits: float
+    layers: tuple[LayerWork, ...]  # from the first
+    logits: float  # operations of the vocabulary's logits after one token
 
     @classmethod
     def of_config(cls, config: PreTrainedConfig) -> ModelWork:
         """Of any causal LM's configuration; no weights are read."""
-        base: PreTrainedModel = empty_base(config)
-        caches = DynamicCache(config=config.get_text_config()).layers
-        works = []
-        for number, layer in enumerate(decoder_layers(base)):
-            # A cache that makes its layers as they come holds plain attention.
-            cache = caches[number] if number < len(caches) else None
-            recurrent = isinstance(cache, LinearAttentionLayer)
-            attends = not recurrent or isinstance(cache, _ATTENTION_TOO)
-            window = math.inf
-            if isinstance(cache, DynamicSlidingWindowLayer):
-                window = cache.sliding_window
+        text, works = config.get_text_config(), []
+        # A cache that makes its layers as they come holds plain attention.
+        caches = itertools.chain(DynamicCache(config=text).layers, itertools.repeat(DynamicLayer()))
+        for layer, cache in zip(decoder_layers(empty_base(config)), caches, strict=False):
+            attends = isinstance(cache, DynamicLayer)  # else it is recurrent alone
+            windowed = isinstance(cache, DynamicSlidingWindowLayer)
             vectors = sum(p.numel() for p in layer.parameters() if p.ndim < 2)  # added, or scale
-            matrices = active_weights(layer, config) - vectors
-            works.append(LayerWork(2.0 * matrices, 4.0 * heads_width(config) * attends, window))
-        text = config.get_text_config()
+            works.append(
+                LayerWork(
+                    2.0 * (active_weights(layer, config) - vectors),
+                    4.0 * heads_width(config) * attends,
+                    cache.sliding_window if windowed else math.inf,
+                )
+            )
         return cls(tuple(works), 2.0 * text.hidden_size * text.vocab_size)
 
     def read(
@@ -124,10 +106,9 @@ class ModelWork:
         With `last_layers` only of so many of the last layers, as a policy's tail.
         """
         skipped = 0 if last_layers is None else len(self.layers) - last_layers
-        first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
-        nothing = np.zeros(np.broadcast_shapes(first.shape, last.shape))
+        first, last = (one.astype(np.float64) for one in np.broadcast_arrays(start, end))
         passed = (layer.before(last) - layer.before(first) for layer in self.layers[skipped:])
-        return sum(passed, nothing)
+        return sum(passed, np.zeros(first.shape))
 
     def answer(
         self, position: npt.ArrayLike, forced: npt.ArrayLike, tokens: npt.ArrayLike
@@ -137,8 +118,7 @@ class ModelWork:
         The last token that is generated is not passed again. The forced beginning starts at
         `position`.
         """
-        start = np.asarray(position, np.float64)
-        generated = np.asarray(tokens, np.float64)
+        start, generated = np.asarray(position, np.float64), np.asarray(tokens, np.float64)
         passed = np.asarray(forced, np.float64) + np.maximum(generated - 1, 0)
         result: FloatArray = self.read(start, start + passed) + self.logits * generated
         return result

@@ -34,12 +34,13 @@ from .results import (
     price_name,
     refuse_other_settings,
 )
-from .table import FloatArray, IntArray
+from .table import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from .recorded import Recorded
 
-REPLICATES = 2_000
+REPLICATES = 2_000  # B, the resamples
+_POINT = ("tokens", "correct")  # of a frontier
 _MEANS = tuple(one.name for one in dataclasses.fields(Outcome))
 
 Numbers = dict[str, FloatArray]
@@ -93,16 +94,14 @@ def choose(
     full: Outcome,
     problem_index: IntArray,
     variant: AesVariant = AES_ABSOLUTE,
-    replicates: int = REPLICATES,
 ) -> tuple[Rule, FloatArray]:
     """The rule of the highest AES on validation, the first of equals; and the AES of all.
 
     It remembers the choice, here and in each resample. Resamples of problems differ from the
     test's, those of training seeds are the same.
     """
-    blocks = [(full,), *(rule.validation for rule in rules)]
-    names = ("tokens", "correct", "answer_tokens")
-    means = resampled(blocks, problem_index, replicates, names=names, validation=True)
+    blocks, names = [(full,), *(rule.validation for rule in rules)], ("answer_tokens",)
+    means = resampled(blocks, problem_index, names=(*_POINT, *names), validation=True)
     tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
     if variant.charge == "generated":
         tokens = tokens + answer_tokens
@@ -114,9 +113,8 @@ def choose(
 def resampled(
     blocks: Sequence[Sequence[Outcome]],
     problem_index: IntArray,
-    replicates: int = REPLICATES,
     *,
-    names: Sequence[str] = ("tokens", "correct"),
+    names: Sequence[str] = _POINT,
     validation: bool = False,
 ) -> FloatArray:
     """(1 + B, R, K) each rule's means of K numbers: on all traces, and on each resample.
@@ -124,46 +122,43 @@ def resampled(
     Args:
         blocks: for each rule its seeds' outcomes on the same N traces.
         problem_index: (N,) the problem of each trace.
-        replicates: B.
         names: the numbers.
         validation: the traces are those to choose on: their problems are drawn anew, training
             seeds are not, for a policy is the same on all traces.
     """
     columns = [vars(one)[name] for block in blocks for one in block for name in names]
     seed = 0xFFFF if validation else 0
-    means = bootstrap_means(np.column_stack(columns), problem_index, replicates, seed)
-    found, start = np.empty((len(means), len(blocks), len(names))), 0
-    for number, block in enumerate(blocks):
-        part = means[:, start : (start := start + len(names) * len(block))]
-        weights = seed_weights(len(block), replicates)  # (1 + B, S)
-        found[:, number] = np.einsum("bs,bsk->bk", weights, part.reshape(*weights.shape, -1))
-    return found
+    means = bootstrap_means(np.column_stack(columns), problem_index, seed)
+    parts = np.split(means, len(names) * np.cumsum([len(block) for block in blocks]), axis=1)
+    found = []
+    for block, part in zip(blocks, parts, strict=False):
+        weights = seed_weights(len(block))  # (1 + B, S)
+        found.append(np.einsum("bs,bsk->bk", weights, part.reshape(*weights.shape, -1)))
+    return np.stack(found, axis=1)
 
 
-def bootstrap_means(
-    values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
-) -> FloatArray:
-    """(1 + B, K) means over all traces, then over those of each resample of the problems.
+def bootstrap_means(values: FloatArray, problem_index: IntArray, seed: int = 0) -> FloatArray:
+    """(1 + B, K) means over all traces, then over those of each of B resamples of the problems.
 
-    Values are (N, K), K quantities of each trace. The resamples depend on the seed, on the number
-    of problems and on B only.
+    Values are (N, K), K quantities of each trace. The resamples depend on the seed and on the
+    number of problems only.
     """
     problems = int(problem_index.max()) + 1
     sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
     np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
     uniform = np.full(problems, 1.0 / problems)
-    drawn = np.random.default_rng(seed).multinomial(problems, uniform, size=replicates)  # (B, P)
+    drawn = np.random.default_rng(seed).multinomial(problems, uniform, REPLICATES)  # (B, P)
     totals = drawn @ sums  # (B, K+1)
     return np.concatenate([values.mean(axis=0)[None], totals[:, :-1] / totals[:, -1:]])
 
 
-def seed_weights(seeds: int, replicates: int = REPLICATES) -> FloatArray:
+def seed_weights(seeds: int) -> FloatArray:
     """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
 
     Methods of as many seeds get the same weights, so that differences stay paired.
     """
     rng = np.random.default_rng([0, 1 + seeds])
-    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
+    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), REPLICATES)
     return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
 
 
@@ -223,13 +218,12 @@ class Report:
     @cached_property
     def _means(self) -> Numbers:
         """Of all rules and limits; a resample chooses again what was chosen."""
-        everything = [*self.rules, *self.limits]
 
         def means_of(rules: Sequence[Rule]) -> FloatArray:
             blocks = [rule.outcomes for rule in rules]
             return resampled(blocks, self.problem_index, names=_MEANS)
 
-        found = means_of(everything)
+        found = means_of(everything := [*self.rules, *self.limits])
         for number, rule in enumerate(everything):
             if rule.picks is not None:
                 taken, place = np.unique(rule.picks, return_inverse=True)
@@ -243,17 +237,9 @@ class Report:
         own = self._means
         full = {name: values[:, :1] for name, values in own.items()}
         generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
-        computed = own["flops"] / full["flops"]
-        paid, base = {
-            "thinking": (own["tokens"], full["tokens"]),
-            "generated": (generated, of_full),
-            "compute": (computed * full["tokens"], full["tokens"]),
-        }[self.variant.charge]
-        if np.isnan(paid).any():
-            raise ValueError(
-                "charge is 'compute', but what these rules compute was not counted: evaluate again "
-                "with this version of ospruner, or charge 'thinking'"
-            )
+        paid, base = own["tokens"], full["tokens"]
+        if self.variant.charge == "generated":
+            paid, base = generated, of_full
         with np.errstate(divide="ignore", invalid="ignore"):  # where all stop, or none: NaN
             after_stop = own["stopped_answer"] / own["stopped"]
             after_end = (own["answer_tokens"] - own["stopped_answer"]) / (1 - own["stopped"])
@@ -272,7 +258,7 @@ class Report:
             "time_ratio": own["seconds"] / full["seconds"],
             "tokens_per_second": generated / own["seconds"],
             "flops": own["flops"],
-            "flops_ratio": computed,
+            "flops_ratio": own["flops"] / full["flops"],
             **rewards,
         }
 
@@ -289,11 +275,11 @@ class Report:
 
     @cached_property
     def differences(self) -> pd.DataFrame:
-        """Paired differences of one method's best rule to every other method's, of `main_rows`.
+        """Paired differences of one method's best rule to every other method's (`best_rows`).
 
         The one is OS-Pruner where it is there, else the first after the full trace.
         """
-        best = best_rows(main_rows(self.frame))
+        best = best_rows(self.frame)
         places = dict(zip(best["method"], best.index.tolist(), strict=True))
         methods = [method for method in places if method != self.rules[0].method]
         if not methods:
@@ -308,17 +294,21 @@ class Report:
     @cached_property
     def results(self) -> Results:
         """Every number with its interval, as the file holds it."""
-        said = self.settings
-        setting = [said["model"], f"{said['answer']} answers", said["mode"]]
+        said, natural = self.settings, None
+        setting = f"{said['model']}, {said['answer']} answers, {said['mode']}"
         if of_probabilities(said):
-            setting.append("probabilities of right answers")
+            setting += ", probabilities of right answers"
+        if self.natural_correct is not None and not np.isnan(self.natural_correct).all():
+            right = np.nan_to_num(self.natural_correct)  # one without a verdict counts as wrong
+            found = intervals({"right": bootstrap_means(right[:, None], self.problem_index)})
+            natural = Estimate.of(found.iloc[0], "right")
         return Results(
             dataset=said["benchmark"],
-            setting=", ".join(setting),
+            setting=setting,
             frame=self.frame,
             differences=self.differences,
             frontiers=self.frontiers,
-            natural_accuracy=self._natural(),
+            natural_accuracy=natural,
             about={"settings": dict(said), **self._whence(), **self.about},
         )
 
@@ -343,22 +333,12 @@ class Report:
         Raises:
             ValueError: the folder holds a comparison of other settings, or other files.
         """
-        folder = Path(folder)
-        refuse_other_settings(folder, self.settings)
+        refuse_other_settings(folder := Path(folder), self.settings)
         folder.mkdir(parents=True, exist_ok=True)
-
         self.results.save(folder / RESULTS_FILE)
         self.plot(folder / "pareto.png")
         if self.recorded is not None:
             self.recorded.save(folder)
-
-    def _natural(self) -> Estimate | None:
-        """Accuracy of the natural answers; one without a verdict counts as wrong."""
-        if self.natural_correct is None or np.isnan(self.natural_correct).all():
-            return None
-        right = np.nan_to_num(self.natural_correct)
-        found = intervals({"right": bootstrap_means(right[:, None], self.problem_index)})
-        return Estimate.of(found.iloc[0], "right")
 
     def _whence(self) -> dict[str, Any]:
         """The shares of hopeless traces ("never_right") and of those cut at their cap ("at_cap").
@@ -366,23 +346,24 @@ class Report:
         Of the traces, of the full traces' tokens, and of each rule's savings, None where it saves
         nothing. The hindsight oracle is right wherever a trace ever is.
         """
-        full = self.full
-        which = {"at_cap": full.truncated > 0}
-        oracle = next((rule.outcome for rule in self.limits if rule.method == ORACLE), None)
-        if oracle is not None and not of_probabilities(self.settings):
-            which["never_right"] = oracle.correct < 0.5
+        full, which = self.full, {}
+        if (cut := full.truncated > 0).any():
+            which["at_cap"] = cut
+        for rule in self.limits:
+            if rule.method == ORACLE and not of_probabilities(self.settings):
+                which["never_right"] = rule.outcome.correct < 0.5
         saved = {rule.name: full.tokens - rule.outcome.tokens for rule in self.rules[1:]}
+
+        def share(tokens: FloatArray, rows: BoolArray) -> float | None:
+            return float(tokens[rows].sum() / tokens.sum()) if tokens.sum() > 0 else None
+
         return {
             name: {
                 "traces": float(rows.mean()),
-                "tokens": float(full.tokens[rows].sum() / full.tokens.sum()),
-                "saved": {
-                    of: float(one[rows].sum() / one.sum()) if one.sum() > 0 else None
-                    for of, one in saved.items()
-                },
+                "tokens": share(full.tokens, rows),
+                "saved": {of: share(tokens, rows) for of, tokens in saved.items()},
             }
             for name, rows in which.items()
-            if name == "never_right" or rows.any()
         }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from .evaluation import REPLICATES, Rule, choose, intervals, resampled
+from .evaluation import Rule, choose, intervals, resampled
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import hindsight_oracle, replay_full, replay_step
 from .results import frame_of, price_name
@@ -77,7 +77,6 @@ def frontiers(
     validation: TraceTable,
     test: TraceTable,
     prices: Sequence[float] = (),
-    replicates: int = REPLICATES,
     variant: AesVariant = AES_ABSOLUTE,
 ) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
@@ -97,7 +96,6 @@ def frontiers(
         validation: the traces on which all is chosen.
         test: those on which it is measured.
         prices: of a token, of the gaps.
-        replicates: resamples.
         variant: the AES that chooses the first method's setting.
 
     Returns:
@@ -105,34 +103,36 @@ def frontiers(
         frontier is made of, the two trivial rules left out.
     """
     chosen: dict[str, list[int]] = {}
-    ours = np.full((1 + replicates, 2), np.nan)  # tokens and accuracy of the first's setting
-    numbers: dict[str, list[FloatArray]] = defaultdict(list)  # (1 + B,) of each method
-    validation_areas, nothing = [], np.full(1 + replicates, np.nan)
+    validation_areas, areas, fewer = [], [], []
+    gaps: dict[str, list[FloatArray]] = defaultdict(list)  # (1 + B,) of each method
     oracles = [(hindsight_oracle(test, price),) for price in prices]
     ends, test_ends = ([(replay_full(one),), (replay_step(one, 1),)] for one in (validation, test))
     for method, rules in methods.items():
         blocks = [*ends, *(rule.validation for rule in rules)]
-        chosen_on = resampled(blocks, validation.problem_index, replicates, validation=True)
+        chosen_on = resampled(blocks, validation.problem_index, validation=True)
         blocks = [*test_ends, *(rule.outcomes for rule in rules), *oracles]
-        measured = resampled(blocks, test.problem_index, replicates)
+        measured = resampled(blocks, test.problem_index)
         own = slice(2 + len(rules))
         lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
-        areas = np.array([area(line) for line in lines])
-        if not chosen and rules:
-            best, _ = choose(rules, *ends[0], validation.problem_index, variant, replicates)
-            ours = measured[np.arange(1 + replicates), 2 + np.asarray(best.picks)]
+        areas.append([area(line) for line in lines])
+        if not chosen:  # tokens and accuracy of the first one's setting, (1 + B, 2)
+            ours = np.full((len(lines), 2), np.nan)
+            if rules:
+                best, _ = choose(rules, *ends[0], validation.problem_index, variant)
+                ours = measured[np.arange(len(lines)), 2 + np.asarray(best.picks)]
         needed = [tokens_for(line, a) for line, a in zip(lines, ours[:, 1], strict=True)]
-        fewer = (np.array(needed) - ours[:, 0]) / measured[:, 0, 0]
-        numbers["area"].append(areas)
-        numbers["lead"].append(numbers["area"][0] - areas if chosen else nothing)
-        numbers["fewer"].append(fewer if chosen else nothing)
+        fewer.append((np.array(needed) - ours[:, 0]) / measured[:, 0, 0])
         for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
             rewards, before = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
             taken = np.take_along_axis(rewards, before.argmax(axis=1)[:, None], axis=1)[:, 0]
             whole = rewards[:, oracle] - rewards[:, 0]
-            numbers[f"gap@{price_name(price)}"].append((taken - rewards[:, 0]) / whole)
+            gaps[f"gap@{price_name(price)}"].append((taken - rewards[:, 0]) / whole)
         validation_areas.append(area(_on_hull(chosen_on[0], chosen_on[0])))
         chosen[method] = [k - 2 for k in hull(chosen_on[0]) if k > 1]
-    found = intervals({name: np.stack(of, axis=1) for name, of in numbers.items()})
+    stacked = {"area": areas, "lead": areas, "fewer": fewer, **gaps}
+    numbers = {name: np.array(of).T for name, of in stacked.items()}  # each (1 + B, methods)
+    numbers["lead"] = numbers["area"][:, :1] - numbers["area"]
+    for name in ("lead", "fewer"):
+        numbers[name][:, 0] = np.nan
     frame = pd.DataFrame({"method": list(methods), "validation_area": validation_areas})
-    return frame_of(frame.join(found), "frontiers"), chosen
+    return frame_of(frame.join(intervals(numbers)), "frontiers"), chosen

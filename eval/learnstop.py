@@ -30,7 +30,7 @@ LEARN_STOP = Family("learnstop", _of_labels, "LearnStop")
 DECAY = 1e-3  # of the weights' squares, beside the mean loss
 FOLDS = 3
 _ENTROPY, _LOGPROB = 3.0, -5.0  # where an answer has none
-_ANSWERS = ("forced_answers", "forced_entropy", "forced_logprob")
+_ANSWERS = ["forced_answers", "forced_entropy", "forced_logprob"]
 
 
 def learn_stop(
@@ -47,42 +47,38 @@ def learn_stop(
     table, features = validation.table, features_of(validation)
     if train is not None:
         weights = fit(train.table, features_of(train))
-        both = scores(weights, features_of(test)), scores(weights, features)
-        return _measured(test, both[0]), _measured(validation, both[1])
-    problems = len(table.problem_ids)
-    if problems < FOLDS:
-        raise ValueError(f"LearnStop is fitted in {FOLDS} folds, and there are {problems} problems")
-    fold = np.random.default_rng(0).permutation(problems) % FOLDS
-    held, found = fold[table.problem_index], np.zeros(table.mask.shape)
-    for k in range(FOLDS):
-        weights = fit(table, features, held != k)
-        found[held == k] = scores(weights, features[held == k])
-    there = scores(fit(table, features), features_of(test))
-    return _measured(test, there), _measured(validation, found)
+        found = scores(weights, features)
+    else:
+        if (problems := len(table.problem_ids)) < FOLDS:
+            told = f"LearnStop is fitted in {FOLDS} folds, and there are {problems} problems"
+            raise ValueError(told)
+        fold = np.random.default_rng(0).permutation(problems) % FOLDS
+        held, found = fold[table.problem_index], np.zeros(table.mask.shape)
+        for k in range(FOLDS):
+            found[held == k] = scores(fit(table, features, held != k), features[held == k])
+        weights = fit(table, features)
 
+    def measured(split: Split, found: FloatArray) -> Measured:
+        """Scores as a rule's signal, which no trial answer is charged for."""
+        free = np.arange(found.shape[1]) < split.table.last[:, None]
+        return Measured(np.where(free, found, np.nan), *np.zeros((2, *found.shape)))
 
-def _measured(split: Split, found: FloatArray) -> Measured:
-    """Scores as a rule's signal, which no trial answer is charged for."""
-    free = np.arange(found.shape[1]) < split.table.last[:, None]
-    nothing = np.zeros(found.shape)
-    return Measured(np.where(free, found, np.nan), nothing, nothing)
+    return measured(test, scores(weights, features_of(test))), measured(validation, found)
 
 
 def features_of(split: Split) -> FloatArray:
     """(N, T, F) scalars that depend on the trace up to the step, never on a grade."""
-    table = split.table
-    answers = np.zeros((*table.mask.shape, 8))
-    answers[table.mask] = _of_answers(split)
-    lengths = np.where(table.mask, table.lengths, 0)
-    steps = np.cumsum(table.mask, axis=1)
+    table, mask = split.table, split.table.mask
+    answers, words = np.zeros((*mask.shape, 8)), np.zeros(mask.shape)
+    answers[mask] = _of_answers(split)
+    for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
+        for i, (start, end) in enumerate(pairwise([0, *row["step_ends"]])):
+            text = split.decode(row["trace_ids"][start:end]).lower()
+            words[n, i] = REFLECTION.search(text) is not None  # a backtracking word
+    steps, lengths = np.cumsum(mask, axis=1), np.where(mask, table.lengths, 0)
     scale = max(1.0, float(table.full_tokens.mean()))
     own = np.diff(lengths, axis=1, prepend=0).clip(0)
-    words = np.zeros(table.mask.shape)  # whether a step holds a backtracking word
-    for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
-        bounds = pairwise([0, *row["step_ends"]])
-        texts = [split.decode(row["trace_ids"][a:b]).lower() for a, b in bounds]
-        words[n, : len(texts)] = [REFLECTION.search(text) is not None for text in texts]
-    shares = np.where(table.mask, np.cumsum(words, axis=1) / np.maximum(steps, 1), 0.0)
+    shares = np.where(mask, np.cumsum(words, axis=1) / np.maximum(steps, 1), 0.0)
     parts = [np.log1p(steps), lengths / scale, own / scale, shares]
     return np.concatenate([answers, np.stack(parts, axis=-1)], axis=-1)
 
@@ -92,7 +88,7 @@ def _of_answers(split: Split) -> FloatArray:
 
     S are the steps of all traces, one trace after another.
     """
-    columns = split.dataset.select_columns(list(_ANSWERS))[:]
+    columns = split.dataset.select_columns(_ANSWERS)[:]
     trace = pd.Series(np.repeat(np.arange(len(split.table)), split.table.num_steps))
     answer, entropy, logprob = (
         pd.Series([one for row in columns[name] for one in row]) for name in _ANSWERS

@@ -38,10 +38,10 @@ PIECE = 1024
 COUNT = 64
 """Thresholds of each method, the two ends included, where its signal takes as many values."""
 
-_ANSWER_COLUMNS = (
+_ANSWER_COLUMNS = [
     *("forced_answers", "forced_answer_tokens"),
     *("forced_logprob", "forced_entropy", "forced_answer_entropy"),
-)
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +68,13 @@ class Predicted:
     def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
         """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
 
-        Args:
-            price: of a token; None for the policy's own.
-
-        Raises:
-            ValueError: the policy does not know this price.
+        They are those at a price of a token, None for the policy's own; raises ValueError for one
+        that it does not know.
         """
-        price = self.price if price is None else price
         outputs = torch.from_numpy(self.outputs)
         logits = outputs[..., 0]
         if self.prices is not None:
+            price = self.price if price is None else price
             self.prices.check("predict", price)
             logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
         found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
@@ -169,23 +166,15 @@ def step_ends(
         answers: the columns of trial answers, of all traces.
         spent: (2,) tokens and operations, to which those of its trial answers are added.
     """
-
-    @cache
-    def trace() -> list[int]:
-        ids: list[int] = split.dataset[row]["trace_ids"]
-        return ids
+    trace = cache(lambda: list(split.dataset[row]["trace_ids"]))
 
     def text(start: int, end: int) -> str:
         return split.decode(trace()[start:end])
 
-    def entropy_of(step: int) -> float:
-        return float(split.thinking_entropy()[row, step])
-
     def trial_answer(step: int, end: int, max_tokens: int) -> TrialAnswer:
         """The answer that was forced here when labelling, cut to so many tokens."""
         text, whole_tokens, *numbers = (answers[name][row][step] for name in _ANSWER_COLUMNS)
-        tokens = min(whole_tokens, max_tokens)
-        spent[0] += split.suffix_tokens + tokens
+        spent[0] += split.suffix_tokens + (tokens := min(whole_tokens, max_tokens))
         if split.compute is not None:
             spent[1] += split.compute.trial(row, end, tokens)
         complete = bool(text) and tokens == whole_tokens
@@ -209,7 +198,7 @@ def step_ends(
             trial_answer=partial(trial_answer, step, end),
             next_text=partial(text, end, end + 1),
             step_text=partial(text, before, end),
-            thinking_entropy=partial(entropy_of, step),
+            thinking_entropy=partial(lambda at: float(split.thinking_entropy()[row, at]), step),
         )
         before = end
 
@@ -222,7 +211,7 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
     """
     table, rule = split.table, rule or family(family.never, same=split.same)
     asks = "trial_answer" in family.asks
-    answers = split.dataset.select_columns(list(_ANSWER_COLUMNS))[:] if asks else {}
+    answers = split.dataset.select_columns(_ANSWER_COLUMNS)[:] if asks else {}
     if family.reads and all(x is None for row in answers[family.reads] for x in row):
         raise ValueError(
             f"{family.reads} is null: these labels are of a version that did not keep it; label "
@@ -258,7 +247,6 @@ def thinking_entropies(
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 
     How sure the base was of its thinking is not in the labels; it takes a pass over each trace.
-
     In nats, each over the ENTROPY_TOKENS most likely tokens at temperature 1, as `StepEnd` gives it
     in generate. NaN on padding. `progress` is called with phase "thinking".
     """

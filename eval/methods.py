@@ -72,11 +72,9 @@ class PolicyUse:
         """What tables call its method; thresholded OS-Pruner is a method of its own."""
         name = METHOD_NAMES.get(self.config.method, self.config.method)
         name = EVERY_PRICE if self.config.head == "price" else name
-        if self.is_ours and self.mode == "threshold":
-            return f"{name} (≥{self.threshold:g})"
-        if not self.is_ours and self.mode == "sample":
-            return f"{name} (sampled)"
-        return name
+        if self.is_ours:
+            return name if self.threshold is None else f"{name} (≥{self.threshold:g})"
+        return f"{name} (sampled)" if self.threshold is None else name
 
     @property
     def parameter(self) -> float | None:
@@ -86,8 +84,7 @@ class PolicyUse:
     @property
     def parameter_name(self) -> str:
         """What the parameter is."""
-        baseline = "threshold" if self.mode == "threshold" else ""
-        return "price" if self.is_ours else baseline
+        return "price" if self.is_ours else "" if self.threshold is None else "threshold"
 
 
 def parse_prices(text: str) -> tuple[float, ...] | None:
@@ -98,22 +95,19 @@ def parse_prices(text: str) -> tuple[float, ...] | None:
     """
     if not text or text == "all":
         return () if text else None
-    found = _numbers(text, sys.float_info.max)
-    if found is None:
-        raise ValueError(
-            f"prices {text!r}: give one price of a token or several, such as 5e-5,1e-4, or 'all' "
-            "for 31 of the policy's range"
-        )
-    return found
+    told = "give one price of a token or several, such as 5e-5,1e-4, or 'all' for 31 of the "
+    return _numbers(text, sys.float_info.max, f"prices {text!r}: {told}policy's range")
 
 
-def _numbers(text: str, most: float) -> tuple[float, ...] | None:
-    """Numbers from 0 to `most` between commas; None where they are no such."""
+def _numbers(text: str, most: float, otherwise: str) -> tuple[float, ...]:
+    """Numbers from 0 to `most` between commas; raises ValueError `otherwise`."""
     try:
         found = tuple(map(float, text.split(",")))
-    except ValueError:
-        return None
-    return found if all(0 <= one <= most for one in found) else None
+    except ValueError as error:
+        raise ValueError(otherwise) from error
+    if not all(0 <= one <= most for one in found):
+        raise ValueError(otherwise)
+    return found
 
 
 def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:
@@ -142,18 +136,18 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
     given: set[tuple[Any, ...]] = set()
     for use in uses:
         other = kinds.setdefault((use.method, use.parameter), use)
+        what = f"{use.method} with parameter {use.parameter}"
         for name in ("num_policy_layers", "tuning"):
             mine, theirs = vars(use.config)[name], vars(other.config)[name]
             if mine != theirs:
                 raise ValueError(
-                    f"{use.path} and {other.path} are {use.method} with parameter {use.parameter}, "
-                    f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
-                    "policy; evaluate them into two folders"
+                    f"{use.path} and {other.path} are {what}, with {name} {mine!r} and {theirs!r}: "
+                    "they are no training seeds of one policy; evaluate them into two folders"
                 )
         if (same := (use.path, use.threshold, use.price)) in given:
             raise ValueError(
-                f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
-                "each policy once (training seeds have folders of their own, and are pooled)"
+                f"{use.path} is given twice for {what}: give each policy once (training seeds have "
+                "folders of their own, and are pooled)"
             )
         given.add(same)
     return uses
@@ -209,18 +203,14 @@ def _prices(
 
 def _thresholds(config: OSPrunerConfig, how: str, spec: str) -> Sequence[float | None]:
     """What stands after "@", or what the configuration says; None draws."""
-    if not how:
-        if config.method != "os-pruner":
-            return PAPER_THRESHOLDS
-        return [None if config.default_mode == "sample" else config.default_threshold]
     if how == "sample":
         return [None]
-    values = _numbers(how, 1)
-    if values is None:
-        raise ValueError(
-            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
-        )
-    return values
+    if how:
+        told = "after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
+        return _numbers(how, 1, f"policy {spec!r}: {told}")
+    if config.method != "os-pruner":
+        return PAPER_THRESHOLDS
+    return [None if config.default_mode == "sample" else config.default_threshold]
 
 
 def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool = False) -> None:
@@ -232,10 +222,10 @@ def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool =
     config, base, revision = use.config, labels.base_model, labels.base_revision
     pinned = (_place(config.base_model_name_or_path), config.base_revision)
     if pinned != (_place(base), revision):
+        theirs = f"{config.base_model_name_or_path} at revision {config.base_revision}"
         raise ValueError(
-            f"{use.path} is a policy for {config.base_model_name_or_path} at revision "
-            f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
-            "own base's hidden states; label with its base, or train one for this base"
+            f"{use.path} is a policy for {theirs}, the traces are of {base} at {revision}: a policy "
+            "reads its own base's hidden states; label with its base, or train one for this base"
         )
     own = dict(config.task or MATH_TASK)
     theirs = [own, *own.pop("also", [])]  # of a mix several

@@ -12,8 +12,8 @@ from modeling_ospruner.configuration_ospruner import check_choice
 
 from .table import FloatArray
 
-Charge = Literal["thinking", "generated", "compute"]
-"""What a rule pays for: thinking tokens (the paper), the answer's, too, or all that it computes."""
+Charge = Literal["thinking", "generated"]
+"""What a rule pays for: thinking tokens (the paper), or the answer's, too."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class AesVariant:
         beta: weight of a gain in accuracy.
         gamma: weight of a loss in accuracy.
         relative: the accuracy difference is divided by the baseline's accuracy.
-        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper,
-            those of thinking and answer ("generated"), or "compute": the thinking tokens of a full
-            trace, scaled by what the rule computes over what the full trace does. So the full trace
-            pays the same either way, and prices keep their meaning.
+        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper, or
+            those of thinking and answer ("generated").
     """
 
     alpha: float = 1.0
@@ -66,9 +64,8 @@ class AesVariant:
         acc, base = np.asarray(accuracy, np.float64), np.asarray(base_accuracy, np.float64)
         for name, values in (("accuracy", acc), ("base_accuracy", base)):
             if ((values < -1e-9) | (values > 1 + 1e-9)).any():
-                raise ValueError(
-                    f"{name} is {values}; it must lie in [0, 1] (divide percent by 100)"
-                )
+                allowed = "it must lie in [0, 1] (divide percent by 100)"
+                raise ValueError(f"{name} is {values}; {allowed}")
         if (np.asarray(base_tokens) <= 0).any():
             raise ValueError(f"base_tokens is {base_tokens!r}; the baseline must spend tokens")
         gain = acc - base

@@ -35,6 +35,7 @@ from ospruner.engines.interface import ForkRequest, end_ids
 from ospruner.engines.transformers.batch import padded
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
+from ospruner.progress import Progress, silent
 from ospruner.rules import Budget, StopRule
 
 from .evaluation import Report, Rule
@@ -92,7 +93,7 @@ def evaluate_online(
     out: str | Path | None = None,
     *,
     batch_problems: int = 1,
-    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> Report:
     """Generates what is missing and returns the report; methods may be added later.
 
@@ -142,33 +143,30 @@ def evaluate_online(
         name = hashlib.blake2b(named_by, digest_size=16).hexdigest()
         kept = None if out is None else Path(out) / "online" / f"{name}.json"
         if kept is not None and kept.exists():
-            found = read_checked(kept, "delete it, and its batch is generated again")["rows"]
-            rows = [SampleRow(**row) for row in found]
+            found = read_checked(kept, "delete it, and its batch is generated again")
+            rows = [SampleRow(**row) for row in found["rows"]]
         else:
             rows = generate(named[key], problems[start : start + batch_problems], start)
             if kept is not None:
                 write_checked(kept, {"method": key, "rows": [vars(row) for row in rows]})
         done[key] += rows
         progress("generate", number, len(tasks))
-    full, *others = done.values()
-    rules = [Rule(FULL, _outcome(full, full))]
-    for how, rows in zip(methods, others, strict=True):
-        rules.append(Rule(how.method, _outcome(rows, full), how.parameter, how.parameter_name))
+    right, rules = np.array([row.correct for row in done[FULL]]), []
+    for key, how in named.items():
+        found = pd.DataFrame([vars(row) for row in done[key]])
+        stopped = ~found["reason"].isin(("natural", "cap"))
+        outcome = Outcome.against(  # replay counts operations, here seconds are measured
+            right,
+            **found[["correct", "tokens", "answer_tokens", "probe_tokens", "seconds"]],
+            truncated=found["reason"] == "cap",
+            stopped=stopped,
+            stopped_answer=stopped * found["answer_tokens"],
+            rethought=stopped & (found["rethinks"] > 0),
+        )
+        given = () if how is NEVER else (how.parameter, how.parameter_name)
+        rules.append(Rule(how.method, outcome, *given))
     index = np.repeat(np.arange(len(problems)), settings.samples_per_problem)
     return Report(rules, index, settings=identity)
-
-
-def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
-    found = pd.DataFrame([vars(row) for row in rows])
-    stopped = ~found["reason"].isin(("natural", "cap"))
-    return Outcome.against(  # replay counts operations, here seconds are measured
-        np.array([row.correct for row in full]),
-        **found[["correct", "tokens", "answer_tokens", "probe_tokens", "seconds"]],
-        truncated=found["reason"] == "cap",
-        stopped=stopped,
-        stopped_answer=stopped * found["answer_tokens"],
-        rethought=stopped & (found["rethinks"] > 0),
-    )
 
 
 @dataclass
@@ -214,14 +212,14 @@ class Generator:
             output, records = call(ids, **arguments)
             generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
             seconds = (time.perf_counter() - started) / len(asked)
-            rows = list(self._rows(asked, generated, records))
-        return [replace(row, seconds=seconds) for row in rows]
+            return list(self._rows(asked, generated, records, seconds))
 
     def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
         """What generates: (ids, **arguments) -> (output, records)."""
-        policy, stride = None, 1
-        said = {name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
-        said["first_sample_index"] = first_sample_index
+        policy, stride, said = None, 1, {"first_sample_index": first_sample_index}
+        said |= {
+            name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")
+        }
         if isinstance(how, PolicyUse):
             if self._loaded is None or self._loaded[0] != how.path:
                 self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
@@ -240,17 +238,16 @@ class Generator:
         asked: Sequence[OnlineProblem],
         generated: Sequence[Sequence[int]],
         records: Sequence[StopRecord],
+        seconds: float,
     ) -> Iterator[SampleRow]:
         settings, fmt, task = self.settings, self.fmt, self.task
         forced = settings.answer == "forced"
         replies = zip(asked, generated, records, strict=True)
         ended = [self._ended(one.prompt_ids, ids, record) for one, ids, record in replies]
         cut = [i for i, (*_, answer, _) in enumerate(ended) if answer is None]
+        thoughts = ((list(asked[i].prompt_ids), generated[i], ended[i][0]) for i in cut)
         forks = self._engine.fork(
-            [
-                ForkRequest(list(asked[i].prompt_ids), generated[i][: ended[i][0]], [ended[i][0]])
-                for i in cut
-            ],
+            [ForkRequest(prompt, ids[:length], [length]) for prompt, ids, length in thoughts],
             fmt.forced_suffix(settings.answer),
             settings.max_answer_tokens,
             fmt.box_state if forced else None,
@@ -267,6 +264,7 @@ class Generator:
                 correct=task.grade(answer or None, asked[i].problem) or 0.0,
                 reason=reason,
                 probe_tokens=records[i].probe_tokens,
+                seconds=seconds,
                 rethinks=records[i].rethinks,
             )
 

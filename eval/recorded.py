@@ -43,7 +43,7 @@ Method = PolicyUse | StopRule | Family
 """A policy with its setting, a rule, or a rule whose threshold is open."""
 
 _CONFIG = ("method", "head", "price", "price_range", "num_policy_layers", "tuning")
-_KEPT = ("settings", "prices", "replicates", "left_out", "about")
+_KEPT = ("settings", "prices", "left_out", "about")
 _MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
 _FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
 
@@ -59,7 +59,6 @@ class Recorded:
         settings: of the comparison; see `Report`.
         prices: of a token, for rewards and gaps.
         variant: which AES chooses and is shown.
-        replicates: resamples of the frontiers' intervals.
         left_out: why a method could not be measured, by name.
         about: what else the results say about themselves, JSON values.
         made_by: command, commit, packages; empty before it is saved.
@@ -70,7 +69,6 @@ class Recorded:
     settings: Mapping[str, Any]
     prices: Sequence[float]
     variant: AesVariant = AES_ABSOLUTE
-    replicates: int = REPLICATES
     left_out: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     made_by: Mapping[str, Any] = field(default_factory=dict)
@@ -95,10 +93,11 @@ class Recorded:
             "variant": dataclasses.asdict(self.variant),
             "beside": list(self.splits[0].beside),
             **{name: vars(self)[name] for name in _KEPT},
+            "replicates": REPLICATES,
             "made_by": made_by,
         }
         both = zip(_SPLITS, self.splits, strict=False)
-        tables = [_columns(name, split, names) for name, split in both]
+        tables = (_columns(name, split, names) for name, split in both)
         whole = pa.concat_tables(tables, promote_options="default")
         whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
         pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
@@ -115,9 +114,9 @@ class Recorded:
         try:
             whole = pq.read_table(path)
             facts = json.loads((whole.schema.metadata or {}).get(b"ospruner", b"{}"))
+        except FileNotFoundError:
+            raise
         except (pa.ArrowInvalid, OSError, ValueError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
             raise ValueError(f"{path} is no readable Parquet file ({error})") from error
         if (found := (facts.get("format"), facts.get("version"))) != (FORMAT, VERSION):
             raise ValueError(
@@ -126,14 +125,13 @@ class Recorded:
                 "`ospruner compare` has left beside its results"
             )
         configs = {name: OSPrunerConfig(**one) for name, one in facts["policies"].items()}
-        splits = [
-            _split(rows, configs, beside)
-            for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True)
-            if len(rows := whole.filter(pa.compute.equal(whole["split"], name)))
-        ]
         return cls(
             methods=[_method(one, configs) for one in facts["methods"]],
-            splits=splits,
+            splits=[
+                _split(rows, configs, beside)
+                for name, beside in zip(_SPLITS, (facts["beside"], ()), strict=True)
+                if len(rows := whole.filter(pa.compute.equal(whole["split"], name)))
+            ],
             variant=AesVariant(**facts["variant"]),
             made_by=facts["made_by"],
             **{name: facts[name] for name in _KEPT},
@@ -160,8 +158,7 @@ def _told(method: Method, names: Mapping[str, str]) -> dict[str, Any]:
 def _method(told: Mapping[str, Any], configs: Mapping[str, OSPrunerConfig]) -> Method:
     """The method that `_told` has written; a rule's signals are in the file alone."""
     own = dict(told)
-    if "policy" in own:
-        path = own.pop("policy")
+    if path := own.pop("policy", None):
         return PolicyUse(path, configs[path], **own)
     threshold = own.pop("threshold")
     family = Family(own.pop("rule"), not_at_hand, **own)

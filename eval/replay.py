@@ -85,12 +85,8 @@ def replay(
 ) -> Outcome:
     """Replays a policy from its stop probabilities: the exact expectation (the paper's Eq. 1-3).
 
-    Args:
-        table: N labelled traces of up to T steps.
-        probabilities: see `stop_weights`, which raises.
-        threshold: see there.
-        read_tokens: (N, T) tokens that the policy has read where a trace stops at each step, where
-            it is a model of its own.
+    Arguments and errors are those of `stop_weights`; of a policy that is a model of its own,
+    `read_tokens` (N, T) are those that it has read where a trace stops at each step.
     """
     weights = stop_weights(table, probabilities, threshold)
     return _outcome(table, lambda column: (weights * column).sum(axis=1), read_tokens)
@@ -147,12 +143,12 @@ def replay_at(
         probe_flops: (N, T) operations of the same.
 
     Raises:
-        ValueError: a shape other than (N,), or a negative index.
+        ValueError: another shape, or a negative index.
     """
-    index, traces = np.asarray(step_index), len(table)
-    if index.shape != (traces,) or (index < 0).any():
-        raise ValueError(f"step_index has shape {index.shape}; it must hold {traces} steps >= 0")
-    rows, index = np.arange(traces), np.minimum(index, table.last)
+    index, rows = np.asarray(step_index), np.arange(len(table))
+    if index.shape != rows.shape or (index < 0).any():
+        raise ValueError(f"step_index has shape {index.shape}; it must hold {len(rows)} steps >= 0")
+    index = np.minimum(index, table.last)
     return _outcome(table, lambda column: column[rows, index], probe_tokens, probe_flops)
 
 
@@ -175,8 +171,8 @@ def _outcome(
     }
     if table.flops is not None:
         columns["flops"] = table.flops + (0.0 if probe_flops is None else probe_flops)
-    at_stops = {name: at_stop(column) for name, column in columns.items()}
-    return Outcome.against(table.full_correct, **at_stops)
+    found = {name: at_stop(column) for name, column in columns.items()}
+    return Outcome.against(table.full_correct, **found)
 
 
 def replay_full(table: TraceTable) -> Outcome:

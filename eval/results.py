@@ -101,8 +101,8 @@ def parameter_text(parameter: float | None, name: str) -> str:
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in GitHub's markdown, all columns but the first aligned to the right."""
     rule = [":--", *["--:"] * (len(columns) - 1)]
-    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *lines))
+    lines = (" | ".join(one.replace("|", "\\|") for one in row) for row in (columns, rule, *rows))
+    return "\n".join(f"| {line} |".replace("\n", " ") for line in lines)
 
 
 def frame_of(rows: Any, kind: str = "frame") -> pd.DataFrame:
@@ -119,11 +119,11 @@ def frame_of(rows: Any, kind: str = "frame") -> pd.DataFrame:
     return frame.astype({name: float for name in frame if name not in _NO_NUMBERS})
 
 
-def best_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each method the rule of the highest AES, the first of equals."""
+def best_rows(frame: pd.DataFrame, by: Sequence[str] = ("method",)) -> pd.DataFrame:
+    """Of each method the rule that validation chose, else the first of the highest AES."""
     rules = frame[frame["kind"] == "rule"]
-    scores = rules["aes"].fillna(-math.inf)
-    return rules.loc[scores.groupby(rules["method"], sort=False).idxmax()]
+    scores = rules["aes"].fillna(-math.inf).mask(rules["chosen"].astype(bool), math.inf)
+    return rules.loc[scores.groupby([rules[name] for name in by], sort=False).idxmax()]
 
 
 def main_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -224,10 +224,13 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values, if those of `about` are; NaN, which JSON lacks, is None."""
-        values = dict(vars(self)) | {name: vars(self)[name].to_dict("records") for name in FIRST}
+        values = {"format": FORMAT, "version": VERSION, **vars(self)}
+        values |= {name: vars(self)[name].to_dict("records") for name in FIRST}
         natural = self.natural_accuracy
-        values["natural_accuracy"] = None if natural is None else natural._asdict()
-        ready: dict[str, Any] = _without_nan({"format": FORMAT, "version": VERSION, **values})
+        values["natural_accuracy"] = natural and natural._asdict()
+        ready: dict[str, Any] = json.loads(
+            json.dumps(values), parse_constant=lambda name: None if name == "NaN" else float(name)
+        )
         return ready
 
     @classmethod
@@ -245,15 +248,15 @@ class Results:
                 f"ospruner reads {FORMAT!r} version {VERSION}: make the results again"
             )
         try:
-            natural = given.pop("natural_accuracy")
-            frames = {name: frame_of(given.pop(name), name) for name in FIRST}
-            ends = natural and (math.nan if x is None else x for x in natural.values())
-            number = None if ends is None else Estimate(*ends)
-            return cls(**frames, **given, natural_accuracy=number)
+            for name in FIRST:
+                given[name] = frame_of(given[name], name)
+            if natural := given["natural_accuracy"]:
+                ends = (math.nan if x is None else x for x in natural.values())
+                given["natural_accuracy"] = Estimate(*ends)
+            return cls(**given)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"{where} holds no whole results ({error}): make them again"
-            ) from error
+            told = f"{where} holds no whole results ({error}): make them again"
+            raise ValueError(told) from error
 
     def save(self, path: str | Path) -> None:
         """Writes the file, whole or not at all; its folder must exist.
@@ -322,11 +325,3 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} holds other files ({', '.join(strangers[:5])}) and no comparison: choose an "
             "empty folder"
         )
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

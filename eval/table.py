@@ -16,10 +16,10 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_COLUMNS = (
+_COLUMNS = [
     *("problem_id", "family", "step_ends", "forced_correct", "matches_final"),
     *("forced_answer_tokens", "natural_correct", "ended"),
-)
+]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -75,12 +75,16 @@ class TraceTable:
         """(N,) thinking tokens of the whole trace."""
         return self.lengths[np.arange(len(self)), self.last]
 
+    def by_problem(self, values: FloatArray) -> FloatArray:
+        """(P,) means over each problem's traces of (N,) values."""
+        sums, counts = np.bincount(self.problem_index, values), np.bincount(self.problem_index)
+        return sums / counts
+
     @classmethod
     def from_dataset(cls, dataset: Any) -> TraceTable:
         """Reads a `datasets.Dataset` of labelled traces (`ospruner label`), row for row.
 
-        Args:
-            dataset: labelled traces; rows are taken to satisfy `features.validate_row`.
+        Rows are taken to satisfy `features.validate_row`.
 
         Raises:
             ValueError: a column is missing, there is no trace, a trace has no step, the entries
@@ -88,12 +92,11 @@ class TraceTable:
         """
         if not len(dataset):
             raise ValueError("the dataset holds no traces")
-        columns = dataset.select_columns(list(_COLUMNS)).with_format("arrow")[:]
+        columns = dataset.select_columns(_COLUMNS).with_format("arrow")[:]
         steps = columns.column("step_ends").combine_chunks()
         num_steps = _numpy(steps.value_lengths(), 0).astype(np.int64)
-        if not (num_steps > 0).all():
-            row = int(np.flatnonzero(num_steps < 1)[0])
-            raise ValueError(f"trace {row} has no steps in step_ends; its end is a step")
+        if len(empty := np.flatnonzero(num_steps < 1)):
+            raise ValueError(f"trace {empty[0]} has no steps in step_ends; its end is a step")
         mask = np.arange(num_steps.max()) < num_steps[:, None]  # (N, T)
 
         def padded(name: str, null: float, dtype: Any) -> npt.NDArray[Any]:
@@ -127,14 +130,9 @@ class TraceTable:
 def trace_hash(table: TraceTable) -> str:
     """Tells label sets apart: problems, step ends and grades, in order."""
     digest = hashlib.blake2b("\x00".join(table.problem_ids).encode(), digest_size=16)
-    for values in (
-        table.problem_index,
-        table.num_steps,
-        table.lengths[table.mask],
-        table.correct[table.mask],
-        table.matches_final[table.mask],
-    ):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    by_step = (one[table.mask] for one in (table.lengths, table.correct, table.matches_final))
+    for values in (table.problem_index, table.num_steps, *by_step):
+        digest.update(values.tobytes())
     return digest.hexdigest()
 
 

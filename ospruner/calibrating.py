@@ -299,13 +299,13 @@ def _disagreement(
     differ = np.zeros_like(weights)
     for row, answers in zip(differ, ours.traces["forced_answers"], strict=True):
         row[: len(answers)] = [answers_differ(one, answers[-1]) for one in answers]
-    traces, counts = (weights * differ).sum(axis=1), np.bincount(table.problem_index)
-    mean = float((np.bincount(table.problem_index, weights=traces) / counts).mean())
+    problems = table.by_problem((weights * differ).sum(axis=1))
+    mean = float(problems.mean())
     most = 1 - 1e-9
 
     def excess(bound: float) -> float:
         apart = rel_entr(mean, bound) + rel_entr(1 - mean, 1 - bound)
-        return len(counts) * float(apart) + math.log(level)
+        return len(problems) * float(apart) + math.log(level)
 
     return round(brentq(excess, mean, most), 6) if mean < most and excess(most) > 0 else 1.0
 

@@ -161,7 +161,7 @@ def save_policy(
         method = EVERY_PRICE
         frontier = {one: replayed(model, table, said, one) for one in price_grid(config.prices)}
         prices = [Rule(method, one, k, "price", validation=(one,)) for k, one in frontier.items()]
-        price = choose(prices, full, table.problem_index, replicates=1)[0].parameter or 0.0
+        price = choose(prices, full, table.problem_index)[0].parameter or 0.0
         facts["price_chosen_by"] = CHOSEN_BY
         outcomes = {one: frontier[one] for one in sorted({*list(frontier)[::_SHOWN_EVERY], price})}
     config.price, outcome = price, outcomes[price]

@@ -17,7 +17,7 @@ import pandas as pd
 from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..results import price_name
+from ..results import ENDS, price_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,11 +41,8 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
     """Accuracy against thinking tokens where somebody would operate, and small beside it all of it.
 
     That range is from 5 points below the full trace's accuracy up. Each method is a line through
-    its settings, on its 95 % band: those on its `frontier`, where validation has chosen one.
-
-    Args:
-        panels: heading -> results on the same traces, as `Results.frame`; a panel for each.
-        title: above the picture.
+    its settings, on its 95 % band: those on its `frontier`, where validation has chosen one. A
+    panel is of results on the same traces, as `Results.frame`, under its heading.
     """
     wide = min(COLUMNS, len(panels))
     high = -(-len(panels) // wide)
@@ -104,31 +101,30 @@ def plot_results(
     """Accuracy against thinking tokens: each method's settings joined, on their 95 % band.
 
     The full trace's accuracy is a line across; what is `chosen` is ringed. `small` draws lines
-    alone, for an overview. Frames are as `Results.frame`, on the same traces.
+    alone, for an overview.
     """
     for name, of_method in frame.groupby("method", sort=False):
         rows, look = of_method.sort_values("tokens", kind="stable"), dict(styles[str(name)])
         if "frontier" in rows and rows["frontier"].any():
             rows = rows[rows["frontier"].astype(bool)]
-        x, y = rows["tokens"], 100 * rows["accuracy"]
+        x, y, low, high = (rows[one] for one in ("tokens", *(f"accuracy{end}" for end in ENDS)))
         if name == FULL:
-            axes.axhline(y.iloc[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+            axes.axhline(100 * y.iloc[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
         elif len(rows) > 1 and not small:
-            ends = 100 * rows["accuracy_low"], 100 * rows["accuracy_high"]
-            ours = look["color"] == FRONTIER_COLOUR
-            alpha = 0.16 if ours else 0.07
-            axes.fill_between(x, *ends, color=look["color"], alpha=alpha, lw=0, zorder=0)
+            alpha = 0.16 if look["color"] == FRONTIER_COLOUR else 0.07
+            band: dict[str, Any] = {"color": look["color"], "alpha": alpha, "lw": 0, "zorder": 0}
+            axes.fill_between(x, 100 * low, 100 * high, **band)
         more = {"lw": 0.7 * look["lw"], "ms": 0.5 * look["ms"]} if small else {}
-        axes.plot(x, y, label="" if small else name, **look | more)
+        axes.plot(x, 100 * y, label="" if small else name, **look | more)
     ringed = frame[frame["chosen"].astype(bool)]
     if small:
         axes.tick_params(colors=MUTED, labelsize=6, length=2)
         axes.spines[:].set(color=MUTED, lw=0.5)
     elif len(ringed):
         beside: dict[str, Any] = {"xytext": (7, -9), "textcoords": "offset points", "fontsize": 7}
+        beside |= {"color": INK, "zorder": 6, "annotation_clip": True}
         for row in ringed[ringed["method"].isin(OURS)].itertuples():
-            at = row.tokens, 100 * row.accuracy
-            axes.annotate(row.setting, at, **beside, color=INK, zorder=6, annotation_clip=True)
+            axes.annotate(row.setting, (row.tokens, 100 * row.accuracy), **beside)
         ring: dict[str, Any] = {"ms": 9, "mfc": "none", "mec": INK, "mew": 1.0, "zorder": 5}
         x, y = ringed["tokens"], 100 * ringed["accuracy"]
         axes.plot(x, y, "o", label="chosen on validation", **ring)
@@ -156,10 +152,8 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
     stages, log, every_price = _read_log(Path(run_folder))
     figure = _figure(7.2, 4.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    for axes, key, scale, name in (
-        (upper, "accuracy", 100, PERCENT),
-        (lower, "tokens", 1, "thinking tokens"),
-    ):
+    parts = (upper, "accuracy", 100, PERCENT), (lower, "tokens", 1, "thinking tokens")
+    for axes, key, scale, name in parts:
         full = scale * stages[f"full_{key}"].iloc[0]
         axes.axhline(full, color=INK, lw=1.0, ls=(0, (1, 2)), label="full trace")
         look: dict[str, Any] = {"color": FRONTIER_COLOUR, "lw": 1.8, "mec": "white", "mew": 0.8}
@@ -170,12 +164,12 @@ def draw_dynamics(run_folder: str | Path, title: str = "") -> Figure:
         furnish(axes, "optimiser steps" if axes is lower else "", name)
         axes.set_xlim(0, stages["step"].iloc[-1] * 1.04)
         axes.margins(y=0.2)
+    at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    at |= {"xytext": (0, 3), "ha": "center", "rotation": 0 if len(stages) < 10 else 45}
     for stage in stages.itertuples():
         said = f"price={price_name(stage.price)}"
         if every_price:
             said = f"every price, drawn at price={price_name(log['price'].iloc[-1])}"
-        at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        at |= {"xytext": (0, 3), "ha": "center", "rotation": 0 if len(stages) < 10 else 45}
         middle = stage.step - stages["step"].iloc[0] / 2
         upper.annotate(said, (middle, 1.0), fontsize=7, color=MUTED, **at)
     _finish(figure, title)
@@ -204,32 +198,27 @@ def draw_rounds(rounds: Sequence[Mapping[str, float]], title: str) -> Figure:
 
     Of each are given its "problems", and the shares "saved", "frontier" and "expected".
     """
-    figure = _figure(6.4, 4.0)
-    axes = figure.add_subplot()
-    sizes = [one["problems"] for one in rounds]
-    colours = [colour for colour, _ in STYLES]
+    figure, told = _figure(6.4, 4.0), pd.DataFrame(rounds)
+    axes, sizes = figure.add_subplot(), told["problems"]
     for name, label, marker, colour, places in (
         ("saved", "at the promise", "o-", FRONTIER_COLOUR, sizes),
-        ("expected", "forecast, at the promise", "v:", colours[0], [2 * size for size in sizes]),
+        ("expected", "forecast, at the promise", "v:", STYLES[0][0], 2 * sizes),
         ("frontier", "measured, without a promise", "s--", MUTED, sizes),
     ):
-        shares = [100 * one[name] for one in rounds]
-        axes.plot(places, shares, marker, color=colour, label=label, lw=1.2, ms=4)
+        axes.plot(places, 100 * told[name], marker, color=colour, label=label, lw=1.2, ms=4)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([*sizes, 2 * sizes[-1]], [f"{size:,}" for size in (*sizes, 2 * sizes[-1])])
+    ticks = [*sizes, 2 * sizes.iloc[-1]]
+    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
     furnish(axes, "labelled problems", "thinking tokens saved, %")
     _finish(figure, title)
     return figure
 
 
 def _figure(width: float, height: float) -> Figure:
-    # An own canvas: pyplot's global state and window system are never touched.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Not pyplot's: its global state and window system are never touched.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=200, layout="constrained")
 
 
 def _finish(figure: Figure, title: str) -> None:

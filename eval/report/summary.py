@@ -54,7 +54,7 @@ def told(results: Results) -> list[str]:
         )
     for about, said in (("never_right", "right at no step"), ("at_cap", "cut at their cap")):
         if found := results.about.get(about):
-            best, saved = best_rows(main_rows(results.frame)), found["saved"]
+            best, saved = best_rows(results.frame), found["saved"]
             shares = [
                 f"{name} {100 * saved[name]:.0f} %"
                 for name in (best["method"] + " " + best["setting"]).str.strip()

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..methods import FULL
-from ..results import ENDS, NAMED, Estimate, Interval, Results, markdown_table
+from ..results import ENDS, NAMED, Estimate, Interval, Results, best_rows, markdown_table
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
@@ -229,8 +229,7 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
     how = "on these very traces, as in the paper" if open_ones.any() else "on validation"
     if open_ones.any() and by_validation.any():
         how = f"on validation where it was compared with some, else {how}"
-    scores = frame["aes"].fillna(-np.inf).mask(chosen, np.inf)
-    frame = frame.loc[sorted(scores.groupby(settings).idxmax())]
+    frame = best_rows(frame, (MODEL, BENCHMARK, "method")).sort_index()
     caption = f"Each method at its best AES, chosen {how}; {answer} answers. AES "
     caption += f"{' and '.join(frame['aes_label'].unique())}. "
     columns = [ACCURACY, LENGTH, AES]

@@ -39,7 +39,7 @@ class Comparing:
     model: str | None = _opt("What tables call the base.")
     benchmark: str | None = _opt("What tables call the problems.")
     rewards_at: str = _opt("Prices of a token for rewards and gaps: 5e-4,1e-4.", "")
-    charge: str = _opt("What AES and rewards count: thinking, generated, compute.", "thinking")
+    charge: str = _opt("What AES and rewards count: thinking, or generated.", "thinking")
     train: str | None = _opt("Labels on which to fit LearnStop.")
     beside: tuple[str, ...] = _opt("Labels of the same problems by other prompts: more rows.", ())
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,13 @@ from .evaluations import dataset_of
 from .recompute import recomputed
 
 CONCISE = "full trace, prompt concise"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_resamples() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ospruner.eval.evaluation.REPLICATES", 30)
+        yield
 
 
 def split(seed: int, prefix: str, count: int = 60) -> Split:
@@ -115,7 +122,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         [*methods, rules.ThinkJustEnough],
         choose_on=asked(VALIDATION),
         prices=(1e-3, 1e-4),
-        replicates=30,
         beside={CONCISE: asked(SHORT)},
     )
 
@@ -181,7 +187,7 @@ def test_grades_of_test_traces_change_no_choice() -> None:
     chosen = []
     for split in (TEST, dataclasses.replace(TEST, table=flipped)):
         methods: list[Method] = [rules.AnswerEntropy, LEARN_STOP]
-        frame = compare(split, methods, choose_on=VALIDATION, replicates=2).frame
+        frame = compare(split, methods, choose_on=VALIDATION).frame
         chosen.append([frame[frame[how]].parameter.tolist() for how in ("chosen", "frontier")])
     assert chosen[0] == chosen[1]
 

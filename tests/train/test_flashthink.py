@@ -15,7 +15,6 @@ from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.compute import ModelWork
 from ospruner.eval.methods import parse_policies
-from ospruner.eval.metrics import AesVariant
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.labels.loading import load_labels
@@ -86,9 +85,10 @@ def test_train_save_replay_and_charge(
     assert (full.flops > 0).all()
     scores = replace(report, prices=(1e-3,)).frame[["aes", "reward@1e-3"]]
     assert scores.loc[2].equals(scores.loc[0])
-    paid = replace(report, variant=AesVariant(charge="compute")).frame.loc[2]
-    assert paid["aes"] == pytest.approx(1 - paid["flops_ratio"])
-    assert paid["aes"] < 0
+    assert report.frame["flops_ratio"][2] == pytest.approx(
+        (never.outcome.flops / full.flops.mean()).mean()
+    )
+    assert report.frame["flops_ratio"][2] > 1
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):
