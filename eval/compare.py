@@ -10,7 +10,6 @@ resample.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -106,18 +105,16 @@ def worth_asking(table: TraceTable) -> tuple[float, ...]:
 
 def _in_full(name: str, other: Split, test: Split) -> Outcome:
     """The full traces of other labels of the same problems, in the order of the test's."""
-    places: dict[str, list[int]] = {}
-    for place, problem in enumerate(other.dataset["problem"]):
-        places.setdefault(text_key(problem), []).append(place)
-    asked = list(map(text_key, test.dataset["problem"]))
-    if Counter(asked) != {key: len(found) for key, found in places.items()}:
+    theirs, asked = (list(map(text_key, one.dataset["problem"])) for one in (other, test))
+    if sorted(theirs) != sorted(asked):
         raise ValueError(
             f"{name}: these labels are not of as many traces of the same problems as those to "
-            f"measure on ({len(other.dataset)} traces of {len(places)} problems, "
+            f"measure on ({len(theirs)} traces of {len(set(theirs))} problems, "
             f"{len(asked)} of {len(set(asked))}): label the same problems"
         )
-    order, found = [places[key].pop(0) for key in asked], vars(replay_full(other.table))
-    own = {name: column[order] for name, column in found.items()}
+    order = np.empty(len(asked), np.int64)  # a problem's first trace beside its first one
+    order[np.argsort(asked, kind="stable")] = np.argsort(theirs, kind="stable")
+    own = {name: column[order] for name, column in vars(replay_full(other.table)).items()}
     return Outcome.against(test.table.full_correct, **own)
 
 

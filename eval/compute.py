@@ -126,17 +126,11 @@ class ModelWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """What a base computes on N prompts.
+    """What a base computes on N prompts."""
 
-    Attributes:
-        work: of the base.
-        prompt_tokens: (N,) tokens of each prompt.
-        forced_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
-    """
-
-    work: ModelWork
-    prompt_tokens: IntArray
-    forced_tokens: int
+    work: ModelWork  # of the base
+    prompt_tokens: IntArray  # (N,) tokens of each prompt
+    forced_tokens: int  # tokens forced before an answer (`TokenFormat.forced_suffix`)
 
     def trial(self, row: int, tokens: int, answer_tokens: float) -> float:
         """Operations of one trial answer of a row after so many thinking tokens."""

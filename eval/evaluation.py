@@ -49,28 +49,19 @@ Numbers = dict[str, FloatArray]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One setting of a method, and what it does.
+    """One setting of a method, and what it does."""
 
-    Attributes:
-        method: name of the method.
-        outcome: of its training seeds the mean.
-        parameter: what picks it from its method: a price, threshold, budget ...
-        parameter_name: "price", "threshold", "tokens", "step"; "" where there is none.
-        seeds: each training seed's outcome, where there are several.
-        validation: each training seed's outcome on the traces to choose on; empty where there are
-            none.
-        among: the rules from which validation chose it (`choose`); its intervals then contain the
-            choice.
-        picks: (1 + B,) which of these is chosen on all validation traces, and in each resample.
-    """
-
-    method: str
-    outcome: Outcome
-    parameter: float | None = None
-    parameter_name: str = ""
-    seeds: tuple[Outcome, ...] = ()
+    method: str  # name of the method
+    outcome: Outcome  # of its training seeds the mean
+    parameter: float | None = None  # what picks it from its method: a price, a threshold
+    parameter_name: str = ""  # "price", "threshold", "tokens", "step"; "" where there is none
+    seeds: tuple[Outcome, ...] = ()  # each training seed's outcome, where there are several
+    # Each training seed's outcome on the traces to choose on; empty where there are none
     validation: tuple[Outcome, ...] = ()
+    # The rules from which validation chose it (`choose`); its intervals then contain the
+    # choice
     among: Sequence[Rule] = ()
+    # (1 + B,) which of these is chosen on all validation traces, and in each resample
     picks: IntArray | None = None
 
     @property

@@ -91,16 +91,9 @@ def frontiers(
     each method chooses its frontier, and its rule at a price, again on what was drawn for
     validation.
 
-    Args:
-        methods: rules by method, with outcomes on both tables; leads are the first one's.
-        validation: the traces on which all is chosen.
-        test: those on which it is measured.
-        prices: of a token, of the gaps.
-        variant: the AES that chooses the first method's setting.
-
     Returns:
-        The frame of `Results.frontiers`, and of each method the numbers of the rules that its
-        frontier is made of, the two trivial rules left out.
+        The frame of `Results.frontiers`, and of each method, whose rules have outcomes on both
+        tables, the numbers of those that its frontier is made of, the two trivial ones left out.
     """
     chosen: dict[str, list[int]] = {}
     validation_areas, areas, fewer = [], [], []

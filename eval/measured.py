@@ -46,23 +46,16 @@ _ANSWER_COLUMNS = [
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What a policy says at the step ends of N labelled traces of up to T steps.
+    """What a policy says at the step ends of N labelled traces of up to T steps."""
 
-    Attributes:
-        outputs: (N, T, K) float32 of its head; 0 on padding.
-        mask: (N, T) true on real steps.
-        prices: that the policy knows; None with the head "fixed".
-        price: its own.
-        flops: (N, T) operations that deciding takes up to each step; None where not counted.
-        read_tokens: (N, T) tokens that it has read where a trace stops at each step, for a policy
-            that is a model of its own (FlashThink); None for a tail on the base.
-    """
-
-    outputs: npt.NDArray[np.float32]
-    mask: BoolArray
-    prices: PriceRange | None
-    price: float
+    outputs: npt.NDArray[np.float32]  # (N, T, K) float32 of its head; 0 on padding
+    mask: BoolArray  # (N, T) true on real steps
+    prices: PriceRange | None  # that the policy knows; None with the head "fixed"
+    price: float  # its own, of a token
+    # (N, T) operations that deciding takes up to each step; None where not counted
     flops: FloatArray | None = None
+    # (N, T) tokens that it has read where a trace stops at each step, for a policy that is a
+    # model of its own (FlashThink); None for a tail on the base
     read_tokens: npt.NDArray[Any] | None = None
 
     def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
@@ -99,51 +92,38 @@ class Split:
     """Labelled traces, what policies and rules need to read them, and what these have said.
 
     Of a file of signals there is no dataset, and no base: nothing can be asked anew.
-
-    Attributes:
-        dataset: the traces.
-        table: the same as arrays; charged where `compute` is given (`Compute.charge`).
-        suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
-        decode: text of token ids, for rules that read the thinking.
-        compute: what is computed; None counts no operations.
-        same: whether two answers mean the same (`Task.same`).
-        thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
-            labels do not keep (`thinking_entropies`).
-        said: what a policy says at each step.
-        problems: (N,) `text_key` of each trace's problem, where there is no dataset.
-        policies: what each policy's head has said, by its path.
-        rules: what each rule has measured, by `recorded.key_of`.
-        beside: what the full traces of other labels of these problems come to, by their name.
     """
 
-    dataset: Any
-    table: TraceTable
-    suffix_tokens: int = 0
+    dataset: Any  # the traces
+    table: TraceTable  # the same as arrays; charged where `compute` is given (`Compute.charge`)
+    suffix_tokens: int = 0  # tokens forced before an answer (`TokenFormat.forced_suffix`)
+    # Text of token ids, for rules that read the thinking
     decode: Callable[[list[int]], str] = not_at_hand
-    compute: Compute | None = None
-    same: Same = operator.eq
+    compute: Compute | None = None  # what is computed; None counts no operations
+    same: Same = operator.eq  # whether two answers mean the same (`Task.same`)
+    # Gives the (N, T) mean entropies of the thinking up to each step, which labels do not keep
+    # (`thinking_entropies`)
     thinking_entropy: Callable[[], FloatArray] = not_at_hand
-    said: Callable[[PolicyUse], Predicted] = not_at_hand
+    said: Callable[[PolicyUse], Predicted] = not_at_hand  # what a policy says at each step
+    # (N,) `text_key` of each trace's problem, where there is no dataset
     problems: Sequence[str] = ()
+    # What each policy's head has said, by its path
     policies: dict[str, Predicted] = field(default_factory=dict)
+    # What each rule has measured, by `recorded.key_of`
     rules: dict[str, Measured] = field(default_factory=dict)
+    # What the full traces of other labels of these problems come to, by their name
     beside: dict[str, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a rule measures on N traces of up to T steps, as if it never stopped.
+    """What a rule measures on N traces of up to T steps, as if it never stopped."""
 
-    Attributes:
-        signals: (N, T); NaN where it measures nothing, at each trace's end and on padding.
-        probe_tokens: (N, T) tokens of all trial answers up to each step, those forced before them
-            included: also of the one at which it stops, as generate decodes the answer anew.
-        probe_flops: (N, T) operations of the same; 0 where they are not counted.
-    """
-
-    signals: FloatArray
+    signals: FloatArray  # (N, T); NaN where it measures nothing, at each trace's end and on padding
+    # (N, T) tokens of all trial answers up to each step, those forced before them included:
+    # also of the one at which it stops, as generate decodes the answer anew
     probe_tokens: FloatArray
-    probe_flops: FloatArray
+    probe_flops: FloatArray  # (N, T) operations of the same; 0 where they are not counted
 
     def outcome(self, table: TraceTable, rule: StopRule) -> Outcome:
         """What the rule of a threshold does."""

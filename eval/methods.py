@@ -36,21 +36,14 @@ METHOD_NAMES = {
 
 @dataclass(frozen=True)
 class PolicyUse:
-    """A policy and how it decides, in replay and online alike.
+    """A policy and how it decides, in replay and online alike."""
 
-    Attributes:
-        path: its folder, or its id on the Hub.
-        config: its configuration.
-        threshold: from which stop probability on it stops; None stops with the probability given.
-        asked_price: the price of a token that it is told; None for its own price.
-        by_name: whether only its name was given, so that more thresholds may be tried.
-    """
-
-    path: str
-    config: OSPrunerConfig
+    path: str  # its folder, or its id on the Hub
+    config: OSPrunerConfig  # its configuration
+    # From which stop probability on it stops; None stops with the probability given
     threshold: float | None = None
-    asked_price: float | None = None
-    by_name: bool = False
+    asked_price: float | None = None  # the price of a token that it is told; None for its own price
+    by_name: bool = False  # whether only its name was given, so that more thresholds may be tried
 
     @property
     def price(self) -> float:
@@ -222,10 +215,10 @@ def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool =
     config, base, revision = use.config, labels.base_model, labels.base_revision
     pinned = (_place(config.base_model_name_or_path), config.base_revision)
     if pinned != (_place(base), revision):
-        theirs = f"{config.base_model_name_or_path} at revision {config.base_revision}"
         raise ValueError(
-            f"{use.path} is a policy for {theirs}, the traces are of {base} at {revision}: a policy "
-            "reads its own base's hidden states; label with its base, or train one for this base"
+            f"{use.path} is a policy for {config.base_model_name_or_path} at revision "
+            f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
+            "own base's hidden states; label with its base, or train one for this base"
         )
     own = dict(config.task or MATH_TASK)
     theirs = [own, *own.pop("also", [])]  # of a mix several

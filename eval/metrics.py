@@ -23,20 +23,14 @@ class AesVariant:
     AES = alpha dLength + beta |dAcc| where dAcc >= 0, else alpha dLength - gamma |dAcc|, with
     dLength = 1 - tokens / base_tokens and dAcc = accuracy - base_accuracy, divided by base_accuracy
     where `relative`.
-
-    Attributes:
-        alpha: weight of the length reduction.
-        beta: weight of a gain in accuracy.
-        gamma: weight of a loss in accuracy.
-        relative: the accuracy difference is divided by the baseline's accuracy.
-        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper, or
-            those of thinking and answer ("generated").
     """
 
-    alpha: float = 1.0
-    beta: float = 3.0
-    gamma: float = 5.0
-    relative: bool = False
+    alpha: float = 1.0  # weight of the length reduction
+    beta: float = 3.0  # weight of a gain in accuracy
+    gamma: float = 5.0  # weight of a loss in accuracy
+    relative: bool = False  # the accuracy difference is divided by the baseline's accuracy
+    # What the length counts, here and in rewards: "thinking" tokens, as in the paper, or those
+    # of thinking and answer ("generated")
     charge: Charge = "thinking"
 
     def __post_init__(self) -> None:

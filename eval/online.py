@@ -17,14 +17,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -101,7 +101,7 @@ def evaluate_online(
         problems: what to ask.
         methods: beside the full trace.
         generate: a `Generator`'s `run`.
-        settings: how to sample; `samples_per_problem` is k, and Pass@1 the mean over them.
+        settings: how to sample; Pass@1 is the mean over `samples_per_problem`.
         about: "model" and "benchmark", as tables call them. JSON-ready.
         out: an empty folder, or that of an earlier run of the same settings; None keeps nothing.
         batch_problems: problems, with all their samples, generated in one batch. With 1 the
@@ -179,7 +179,7 @@ class Generator:
     Format and settings are those of the labels, with seed and samples of this run.
     """
 
-    base: PreTrainedModel
+    base: Any  # a PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fmt: TokenFormat
     task: Task
@@ -188,7 +188,8 @@ class Generator:
     def __post_init__(self) -> None:
         self._engine = TransformersEngine(self.base, self.tokenizer)
         self._eos = end_ids(self.base.generation_config, self.tokenizer)
-        self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
+        # The policy of the last method: each takes memory.
+        self._opened = lru_cache(1)(partial(OSPrunerForCausalLM.from_base, self.base))
 
     def run(self, how: How, batch: Sequence[OnlineProblem], first_problem: int) -> list[SampleRow]:
         """One method on some problems: a row for each sample, those of a problem together."""
@@ -196,15 +197,14 @@ class Generator:
         asked = [one for one in batch for _ in range(k)]
         room = len(self.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
         ids, real = (one.to(self.base.device) for one in padded([one.prompt_ids for one in asked]))
+        sampled = ("temperature", "top_p", "top_k") if settings.temperature > 0 else ()
         arguments: dict[str, Any] = {
             "attention_mask": real.long(),
             "max_new_tokens": settings.max_new_tokens + room,
             "pad_token_id": min(self._eos),
-            "do_sample": settings.temperature > 0,
+            "do_sample": bool(sampled),
+            **{name: vars(settings)[name] for name in sampled},
         }
-        if settings.temperature > 0:
-            sampled = ("temperature", "top_p", "top_k")
-            arguments |= {name: vars(settings)[name] for name in sampled}
         call = self._call(how, first_problem * k)
         with torch.random.fork_rng():
             torch.manual_seed(mix64(mix64(settings.seed) ^ first_problem) >> 1)
@@ -216,22 +216,17 @@ class Generator:
 
     def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
         """What generates: (ids, **arguments) -> (output, records)."""
-        policy, stride, said = None, 1, {"first_sample_index": first_sample_index}
-        said |= {
-            name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")
-        }
+        said = {name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
+        said["first_sample_index"] = first_sample_index
+        policy, stride = None, 1
         if isinstance(how, PolicyUse):
-            if self._loaded is None or self._loaded[0] != how.path:
-                self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
-            chosen = self._loaded[1]
+            chosen = self._opened(how.path)
             policy, stride = chosen.policy, chosen.config.step_stride
             said |= {"mode": how.mode, "threshold": how.threshold, "price": how.asked_price}
         else:
             said["rule"] = how
-        config, base = StopPolicyConfig(**said), cast("Any", self.base)
-        return partial(
-            generate_pruned, base, policy, self.fmt, config, stride, tokenizer=self.tokenizer
-        )
+        known = self.base, policy, self.fmt, StopPolicyConfig(**said), stride
+        return partial(generate_pruned, *known, tokenizer=self.tokenizer)
 
     def _rows(
         self,
@@ -244,7 +239,7 @@ class Generator:
         forced = settings.answer == "forced"
         replies = zip(asked, generated, records, strict=True)
         ended = [self._ended(one.prompt_ids, ids, record) for one, ids, record in replies]
-        cut = [i for i, (*_, answer, _) in enumerate(ended) if answer is None]
+        cut = [i for i, (_, _, answer, _) in enumerate(ended) if answer is None]
         thoughts = ((list(asked[i].prompt_ids), generated[i], ended[i][0]) for i in cut)
         forks = self._engine.fork(
             [ForkRequest(prompt, ids[:length], [length]) for prompt, ids, length in thoughts],
@@ -289,8 +284,8 @@ class Generator:
         begins = length if own is None else length + own.end_tokens
         if forced or own is None:
             begins += len(fmt.forced_suffix(settings.answer, own))
-        answer = list(itertools.takewhile(lambda token: token not in self._eos, ids[begins:]))
-        answer = answer[: settings.max_answer_tokens]
+        answer = ids[begins : begins + settings.max_answer_tokens]
+        answer = list(itertools.takewhile(lambda token: token not in self._eos, answer))
         if forced:  # through the brace that closes it
             box = fmt.box_state()
             closed = next((n for n, token in enumerate(answer) if box.push(token)), len(answer))

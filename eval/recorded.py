@@ -50,27 +50,20 @@ _FAMILY = ("method", "parameter_name", "stops", "low", "high", "whole")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recorded:
-    """A comparison before anything is computed.
+    """A comparison before anything is computed."""
 
-    Attributes:
-        methods: what is compared; those `left_out` are not among them.
-        splits: what they say on the traces to measure on and, where something is chosen, on those
-            to choose on.
-        settings: of the comparison; see `Report`.
-        prices: of a token, for rewards and gaps.
-        variant: which AES chooses and is shown.
-        left_out: why a method could not be measured, by name.
-        about: what else the results say about themselves, JSON values.
-        made_by: command, commit, packages; empty before it is saved.
-    """
-
-    methods: Sequence[Method]
+    methods: Sequence[Method]  # what is compared; those `left_out` are not among them
+    # What they say on the traces to measure on and, where something is chosen, on those to
+    # choose on
     splits: Sequence[Split]
-    settings: Mapping[str, Any]
-    prices: Sequence[float]
-    variant: AesVariant = AES_ABSOLUTE
+    settings: Mapping[str, Any]  # of the comparison; see `Report`
+    prices: Sequence[float]  # of a token, for rewards and gaps
+    variant: AesVariant = AES_ABSOLUTE  # which AES chooses and is shown
+    # Why a method could not be measured, by name
     left_out: Mapping[str, str] = field(default_factory=dict)
+    # What else the results say about themselves, JSON values
     about: Mapping[str, Any] = field(default_factory=dict)
+    # Command, commit, packages; empty before it is saved
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

@@ -21,35 +21,23 @@ from .table import FloatArray, TraceTable
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What each of N traces costs and earns under one rule (expectations where it is stochastic).
+    """What each of N traces costs and earns under one rule (expectations where it draws)."""
 
-    Attributes:
-        correct: (N,) accuracy.
-        tokens: (N,) thinking tokens.
-        answer_tokens: (N,) tokens of the forced answer.
-        helped: (N,) right where the full trace is wrong.
-        harmed: (N,) wrong where the full trace is right.
-        truncated: (N,) thinking was cut at the token cap.
-        probe_tokens: (N,) tokens that the rule read or generated to decide (trial answers with what
-            is forced before them, what a verifier reads); reported, charged in `flops` alone.
-        seconds: (N,) wall-clock time; NaN where it was not measured.
-        flops: (N,) floating-point operations of all that was computed; NaN where not counted.
-        stopped: (N,) whether it was stopped before its own end.
-        stopped_answer: (N,) answer tokens where it was; 0 elsewhere.
-        rethought: (N,) whether an answer after a stop thinks on; NaN where that was not looked at.
-    """
-
-    correct: FloatArray
-    tokens: FloatArray
-    answer_tokens: FloatArray
-    helped: FloatArray
-    harmed: FloatArray
-    truncated: FloatArray
+    correct: FloatArray  # (N,) accuracy
+    tokens: FloatArray  # (N,) thinking tokens
+    answer_tokens: FloatArray  # (N,) tokens of the forced answer
+    helped: FloatArray  # (N,) right where the full trace is wrong
+    harmed: FloatArray  # (N,) wrong where the full trace is right
+    truncated: FloatArray  # (N,) thinking was cut at the token cap
+    # (N,) tokens that the rule read or generated to decide (trial answers with what is forced
+    # before them, what a verifier reads); reported, charged in `flops` alone
     probe_tokens: FloatArray
-    seconds: FloatArray
+    seconds: FloatArray  # (N,) wall-clock time; NaN where it was not measured
+    # (N,) floating-point operations of all that was computed; NaN where not counted
     flops: FloatArray
-    stopped: FloatArray
-    stopped_answer: FloatArray
+    stopped: FloatArray  # (N,) whether it was stopped before its own end
+    stopped_answer: FloatArray  # (N,) answer tokens where it was; 0 elsewhere
+    # (N,) whether an answer after a stop thinks on; NaN where that was not looked at
     rethought: FloatArray
 
     @classmethod

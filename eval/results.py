@@ -171,28 +171,22 @@ class Results:
                         chose
         validation_aes  (of `compare`) the AES on the traces to choose on, without an interval
         aes_label, traces, problems
-
-    Attributes:
-        dataset: what it was measured on, as people say it: "MATH-500".
-        setting: one line on how: model, mode, kind of answers, number of seeds.
-        frame: see above.
-        differences: rule, other, and the paired differences of accuracy, tokens, reduction, aes.
-        frontiers: what each method reaches over all lengths: method; area under accuracy against
-            length, in [0, 1]; lead, the first method's area less this one, paired (NaN for itself);
-            fewer, by what share of the full trace's tokens the first method's chosen setting thinks
-            less than this one does for the same accuracy; gap@5e-4, the share of the gap in reward
-            from the full trace to the oracle; validation_area, by which a best one is named.
-        natural_accuracy: of the model's own answers, never mixed with forced ones; None where
-            there are none.
-        about: what else belongs to the numbers (settings, environment), JSON values.
     """
 
-    dataset: str
-    setting: str
-    frame: pd.DataFrame = field(default_factory=lambda: frame_of([], "frame"))
+    dataset: str  # what it was measured on, as people say it: "MATH-500"
+    setting: str  # one line on how: model, mode, kind of answers, number of seeds
+    frame: pd.DataFrame = field(default_factory=lambda: frame_of([], "frame"))  # see above
+    # Columns rule, other, and the paired differences of accuracy, tokens, reduction, aes
     differences: pd.DataFrame = field(default_factory=lambda: frame_of([], "differences"))
+    # What each method reaches over all lengths: method; area under accuracy against length, in
+    # [0, 1]; lead, the first method's area less this one, paired (NaN for itself); fewer, by
+    # what share of the full trace's tokens the first method's chosen setting thinks less than
+    # this one does for the same accuracy; gap@5e-4, the share of the gap in reward from the
+    # full trace to the oracle; validation_area, by which a best one is named
     frontiers: pd.DataFrame = field(default_factory=lambda: frame_of([], "frontiers"))
+    # Of the model's own answers, never mixed with forced ones; None where there are none
     natural_accuracy: Estimate | None = None
+    # What else belongs to the numbers (settings, environment), JSON values
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -18,46 +18,31 @@ FREE_ANSWER_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
-    """What a label run must share with another to be mixed with it: the manifest's `settings`.
+    """What a label run must share with another to be mixed with it: the manifest's `settings`."""
 
-    Attributes:
-        base_model: name or path of the base that wrote the traces and the forced answers.
-        base_revision: its revision; None where it has none (a folder).
-        base_fingerprint: of its weights (`base_fingerprint` of the model files); None where they
-            were not at hand.
-        reasoning_format: the format's literals (`ReasoningFormat` as a dict).
-        answer: "forced" (closing and box prefix are forced, also after a natural end) or "free"
-            (only the closing).
-        temperature: of the trace's sampling; forced answers are greedy.
-        top_p: nucleus of the trace's sampling, in (0, 1].
-        top_k: of the trace's sampling; 0 for none.
-        seed: of the trace's sampling.
-        samples_per_problem: traces sampled for each problem.
-        max_new_tokens: the token cap of a trace.
-        max_answer_tokens: the token cap of a forced answer.
-        step_stride: label every k-th step, and always the last.
-        imported_from: name of the file whose traces these are; "" where the base sampled them.
-        task: how problems were asked, answered and graded (`problems.task.Task.settings`); labels
-            without it are of mathematics.
-        prompt_date: the day (YYYY-MM-DD) that prompts name as today; "" where the chat template
-            names none.
-    """
-
-    base_model: str
-    base_revision: str | None = None
+    base_model: str  # name or path of the base that wrote the traces and the forced answers
+    base_revision: str | None = None  # its revision; None where it has none (a folder)
+    # Of its weights (`base_fingerprint` of the model files); None where they were not at hand
     base_fingerprint: str | None = None
+    # The format's literals (`ReasoningFormat` as a dict)
     reasoning_format: dict[str, Any] = field(default_factory=dict)
+    # "forced" (closing and box prefix are forced, also after a natural end) or "free" (only
+    # the closing)
     answer: Literal["forced", "free"] = "forced"
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    seed: int = 0
-    samples_per_problem: int = 1
-    max_new_tokens: int = 15_000
-    max_answer_tokens: int = 32
-    step_stride: int = 1
+    temperature: float = 0.6  # of the trace's sampling; forced answers are greedy
+    top_p: float = 0.95  # nucleus of the trace's sampling, in (0, 1]
+    top_k: int = 0  # of the trace's sampling; 0 for none
+    seed: int = 0  # of the trace's sampling
+    samples_per_problem: int = 1  # traces sampled for each problem
+    max_new_tokens: int = 15_000  # the token cap of a trace
+    max_answer_tokens: int = 32  # the token cap of a forced answer
+    step_stride: int = 1  # label every k-th step, and always the last
+    # Name of the file whose traces these are; "" where the base sampled them
     imported_from: str = ""
+    # How problems were asked, answered and graded (`problems.task.Task.settings`); labels
+    # without it are of mathematics
     task: dict[str, Any] = field(default_factory=lambda: dict(MATH_TASK))
+    # The day (YYYY-MM-DD) that prompts name as today; "" where the chat template names none
     prompt_date: str = ""
 
     def __post_init__(self) -> None:

@@ -27,25 +27,15 @@ INTERVALS = "95 % intervals by problem (± is the wider half)"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers.
+    """A column of numbers."""
 
-    Attributes:
-        head: its heading; terminals break it at a line break.
-        name: of the frame's column.
-        scale: what numbers are multiplied by, such as 100 for percent.
-        digits: decimals.
-        ranked: the numbers compete: of each section the two highest are marked.
-        signed: numbers have a + where they are positive.
-        narrow: terminals leave out its intervals, for the methods' names need the width.
-    """
-
-    head: str
-    name: str
-    scale: float = 1
-    digits: int = 0
-    ranked: bool = False
-    signed: bool = False
-    narrow: bool = False
+    head: str  # its heading; terminals break it at a line break
+    name: str  # of the frame's column
+    scale: float = 1  # what numbers are multiplied by, such as 100 for percent
+    digits: int = 0  # decimals
+    ranked: bool = False  # the numbers compete: of each section the two highest are marked
+    signed: bool = False  # numbers have a + where they are positive
+    narrow: bool = False  # terminals leave out its intervals, for the methods' names need the width
 
 
 ACCURACY, LENGTH = Column("Acc", "accuracy", 100, 1), Column("Len", "tokens")
@@ -61,28 +51,18 @@ MAIN = (
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of numbers with intervals; `print` of a rich console shows it.
+    """A table of numbers with intervals; `print` of a rich console shows it."""
 
-    Attributes:
-        numbers: a row for each row shown; columns (group, name), where each number has its low and
-            high end beside it. The group is "" in a table without groups.
-        columns: how to show the numbers of each group.
-        caption: what is shown, on what, and how points were chosen.
-        corner: heading of the rows' labels.
-        name: a file name without its ending.
-        title: above it in a terminal and on the page.
-        bold: number of the row that is bold in a terminal.
-        line_after: number of the row below which a terminal has a line.
-    """
-
+    # A row for each row shown; columns (group, name), where each number has its low and high
+    # end beside it. The group is "" in a table without groups.
     numbers: pd.DataFrame
-    columns: tuple[Column, ...]
-    caption: str = ""
-    corner: str = "method"
-    name: str = "table"
-    title: str = ""
-    bold: int | None = None
-    line_after: int | None = None
+    columns: tuple[Column, ...]  # how to show the numbers of each group
+    caption: str = ""  # what is shown, on what, and how points were chosen
+    corner: str = "method"  # heading of the rows' labels
+    name: str = "table"  # a file name without its ending
+    title: str = ""  # above it in a terminal and on the page
+    bold: int | None = None  # number of the row that is bold in a terminal
+    line_after: int | None = None  # number of the row below which a terminal has a line
 
     @classmethod
     def of(
