@@ -58,8 +58,7 @@ class Rule:
     seeds: tuple[Outcome, ...] = ()  # each training seed's outcome, where there are several
     # Each training seed's outcome on the traces to choose on; empty where there are none
     validation: tuple[Outcome, ...] = ()
-    # The rules from which validation chose it (`choose`); its intervals then contain the
-    # choice
+    # The rules from which validation chose it (`choose`); its intervals then contain the choice
     among: Sequence[Rule] = ()
     # (1 + B,) which of these is chosen on all validation traces, and in each resample
     picks: IntArray | None = None
@@ -91,8 +90,8 @@ def choose(
     It remembers the choice, here and in each resample. Resamples of problems differ from the
     test's, those of training seeds are the same.
     """
-    blocks, names = [(full,), *(rule.validation for rule in rules)], ("answer_tokens",)
-    means = resampled(blocks, problem_index, names=(*_POINT, *names), validation=True)
+    blocks = [(full,), *(rule.validation for rule in rules)]
+    means = resampled(blocks, problem_index, names=(*_POINT, "answer_tokens"), validation=True)
     tokens, accuracy, answer_tokens = means.transpose(2, 0, 1)  # each (1 + B, 1 + R)
     if variant.charge == "generated":
         tokens = tokens + answer_tokens
@@ -304,11 +303,7 @@ class Report:
         )
 
     def plot(self, path: str | Path) -> None:
-        """Draws accuracy over thinking tokens; see `pictures.draw_pareto`.
-
-        Args:
-            path: the picture to write, PNG or what its suffix says.
-        """
+        """Draws accuracy over thinking tokens (`draw_pareto`) as PNG, or what the suffix says."""
         from .report.pictures import draw_pareto  # matplotlib is slow to import
 
         title = f"{self.results.dataset}: {self.results.setting}"

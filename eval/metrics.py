@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,6 @@ import numpy.typing as npt
 from modeling_ospruner.configuration_ospruner import check_choice
 
 from .table import FloatArray
-
-Charge = Literal["thinking", "generated"]
-"""What a rule pays for: thinking tokens (the paper), or the answer's, too."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,10 @@ class AesVariant:
     relative: bool = False  # the accuracy difference is divided by the baseline's accuracy
     # What the length counts, here and in rewards: "thinking" tokens, as in the paper, or those
     # of thinking and answer ("generated")
-    charge: Charge = "thinking"
+    charge: Literal["thinking", "generated"] = "thinking"
 
     def __post_init__(self) -> None:
-        check_choice("AesVariant", "charge", self.charge, get_args(Charge))
+        check_choice("AesVariant", "charge", self.charge, ("thinking", "generated"))
 
     @property
     def label(self) -> str:
@@ -68,8 +65,7 @@ class AesVariant:
             # bootstrap of few problems can draw one.
             gain = np.divide(gain, base, out=np.full(np.shape(gain), np.nan), where=base > 0)
         changed = np.where(gain >= 0, self.beta * gain, self.gamma * gain)
-        score: FloatArray = self.alpha * reduction(tokens, base_tokens) + changed
-        return score
+        return np.asarray(self.alpha * reduction(tokens, base_tokens) + changed)
 
 
 AES_ABSOLUTE = AesVariant()

@@ -68,10 +68,7 @@ class Recorded:
 
     def save(self, folder: Path) -> None:
         """Writes the file into a folder, whole or not at all; it says how it was made."""
-        made_by = self.made_by
-        if not made_by:
-            own = vars(provenance(folder, seed=0))
-            made_by = {name: own[name] for name in _MADE_BY}
+        made_by = self.made_by or vars(provenance(folder, seed=0))
         uses = {use.path: use for use in self.methods if isinstance(use, PolicyUse)}
         # Two seeds' folders may have one name, and their paths are of one machine.
         names = {one: f"{Path(one).name.partition('#')[0]}#{n}" for n, one in enumerate(uses, 1)}
@@ -87,10 +84,9 @@ class Recorded:
             "beside": list(self.splits[0].beside),
             **{name: vars(self)[name] for name in _KEPT},
             "replicates": REPLICATES,
-            "made_by": made_by,
+            "made_by": {name: made_by[name] for name in _MADE_BY if name in made_by},
         }
-        both = zip(_SPLITS, self.splits, strict=False)
-        tables = (_columns(name, split, names) for name, split in both)
+        tables = [_columns(*one, names) for one in zip(_SPLITS, self.splits, strict=False)]
         whole = pa.concat_tables(tables, promote_options="default")
         whole = whole.replace_schema_metadata({"ospruner": json.dumps(facts, allow_nan=False)})
         pq.write_table(whole, file := io.BytesIO(), compression="zstd", compression_level=19)
@@ -164,8 +160,7 @@ def _columns(name: str, split: Split, names: Mapping[str, str]) -> pa.Table:
 
     def ragged(values: npt.NDArray[Any]) -> pa.Array:
         """The real steps' numbers of each trace: of (N, T), or of (N, T, K) flat."""
-        pairs = zip(values, table.num_steps, strict=True)
-        return pa.array([row[:steps].ravel() for row, steps in pairs])
+        return pa.array([row[real].ravel() for row, real in zip(values, table.mask, strict=True)])
 
     columns: dict[str, Any] = {
         "split": [name] * len(table),

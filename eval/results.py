@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,6 @@ from ospruner.durable import replace_file
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
 ENDS = ("", "_low", "_high")
-Interval = Literal["brackets", "half", "none"]
 NAMED = ("model", "benchmark", "answer", "mode")
 """The settings by which a comparison is named."""
 
@@ -54,21 +53,19 @@ class Estimate(NamedTuple):
         """The number of a frame's row."""
         return cls(*(float(row[name + end]) for end in ENDS))
 
-    def text(
-        self, scale: float, digits: int, *, signed: bool = False, interval: Interval = "brackets"
-    ) -> str:
-        """Such as "71.2 [70.1, 72.3]", "71.2 ±1.2" or "71.2"; – where there is none.
+    def text(self, scale: float, digits: int, *, signed: bool = False, half: bool = False) -> str:
+        """Such as "71.2 [70.1, 72.3]" or, with `half`, "71.2 ±1.2"; – where there is none.
 
         ± is the wider half of the interval, so that it spans all of it. A scale of 100 gives
         percent.
         """
         value, low, high = (number_text(x * scale, digits, signed=signed) for x in self)
-        if interval == "none" or (math.isnan(self.low) and math.isnan(self.high)):
+        if math.isnan(self.low) and math.isnan(self.high):
             return value
-        if interval == "brackets":
-            return f"{value} [{low}, {high}]"
-        half = float(np.max([self.value - self.low, self.high - self.value]))
-        return f"{value} ±{number_text(scale * half, digits)}"
+        wider = float(np.max([self.value - self.low, self.high - self.value]))
+        if half:
+            return f"{value} ±{number_text(scale * wider, digits)}"
+        return f"{value} [{low}, {high}]"
 
 
 def price_name(price: float) -> str:
@@ -82,19 +79,15 @@ def parameter_text(parameter: float | None, name: str) -> str:
     """A rule's parameter as tables and pictures write it: price=5e-4, ≥.70, 110 tokens, or ""."""
     if parameter is None:
         return ""
-    if name == "price":
-        return f"price={price_name(parameter)}"
-    if name == "threshold" and abs(parameter) >= 2**31 - 1:  # as far as a rule's range goes
-        return f"≥{'-' * (parameter < 0)}∞"
     if name == "threshold":
+        if abs(parameter) >= 2**31 - 1:  # as far as a rule's range goes
+            return f"≥{'-' * (parameter < 0)}∞"
         # Of quantiles as many digits as tell them apart.
         digits = f"{parameter:.2f}" if round(parameter, 2) == parameter else f"{parameter:g}"
         return f"≥{digits}".replace("0.", ".", 1)
-    if name == "step":
-        return f"step {parameter:g}"
-    if name == "nats":
-        return f"≤{parameter:.3g} nats"
-    return f"{parameter:g} {name}".rstrip()
+    written = {"step": f"step {parameter:g}", "nats": f"≤{parameter:.3g} nats"}
+    written["price"] = f"price={price_name(parameter)}"
+    return written.get(name, f"{parameter:g} {name}".rstrip())
 
 
 # Our own: pandas' to_markdown needs one more package, tabulate.
@@ -111,8 +104,7 @@ def frame_of(rows: Any, kind: str = "frame") -> pd.DataFrame:
     Raises:
         ValueError: a first column is missing.
     """
-    frame = pd.DataFrame(rows)
-    first = FIRST[kind]
+    frame, first = pd.DataFrame(rows), FIRST[kind]
     if missing := [name for name in first if name not in frame and len(frame)]:
         raise ValueError(f"{kind} has no {missing}")
     frame = frame.reindex(columns=[*first, *(name for name in frame if name not in first)])
@@ -299,22 +291,22 @@ def find_results(folder: str | Path) -> dict[Path, Results]:
 
 def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises ValueError where a folder holds another comparison, or something else."""
-    if not folder.exists():
-        return
     if (folder / RESULTS_FILE).is_file():
         there = Results.read(folder / RESULTS_FILE).settings
-        if differences := "; ".join(
-            f"{name}: {there.get(name)!r} there, {settings.get(name)!r} asked for"
-            for name in sorted({*there, *settings})
-            if there.get(name) != settings.get(name)
-        ):
+        pairs = {name: (there.get(name), settings.get(name)) for name in {*there, *settings}}
+        differences = "; ".join(
+            f"{name}: {theirs!r} there, {ours!r} asked for"
+            for name, (theirs, ours) in sorted(pairs.items())
+            if theirs != ours
+        )
+        if differences:
             raise ValueError(
                 f"{folder} holds a comparison of other settings ({differences}): choose another "
                 "--out, or delete it"
             )
-    elif strangers := sorted(
-        path.name for path in folder.iterdir() if not path.name.startswith((".", "online"))
-    ):
+        return
+    names = sorted(path.name for path in folder.glob("*"))
+    if strangers := [one for one in names if not one.startswith((".", "online"))]:
         raise ValueError(
             f"{folder} holds other files ({', '.join(strangers[:5])}) and no comparison: choose an "
             "empty folder"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
-# Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
+# Of the palette, told apart with every common colour vision.
 FRONTIER_COLOUR = "#0072B2"
 STYLES = (
     *(("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v")),

@@ -40,10 +40,8 @@ def told(results: Results) -> list[str]:
     """What is to be known beside the tables: natural answers, probabilities, where savings are."""
     lines = []
     if (natural := results.natural_accuracy) is not None:
-        lines.append(
-            f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
-            "mixed with forced ones)."
-        )
+        right = f"{natural.text(100, 1)} % right (never mixed with forced ones)"
+        lines.append(f"The model's own answers after its own end: {right}.")
     if of_probabilities(results.settings):
         lines.append("Accuracy is the mean probability of the right answer.")
     if found := results.about.get("rounding"):
@@ -82,19 +80,19 @@ def tables_of(results: Results) -> list[Table]:
 
 def results_table(frame: pd.DataFrame, title: str = "") -> Table:
     """The main numbers of a comparison: rules, the highest AES bold, and limits below a line."""
-    columns, first = list(MAIN), frame.iloc[0]
+    columns, rules = list(MAIN), frame["kind"] == "rule"
+    traces, problems, label = frame.iloc[0][["traces", "problems", "aes_label"]]
     if not frame["flops"].isna().all():
         scale, unit = flops_scale(float(frame["flops"].max()))
         columns.append(Column(f"compute\n{unit}", "flops", 1 / scale, 1, narrow=True))
-    scores = frame["aes"].where(frame["kind"] == "rule")
+    scores = frame["aes"].where(rules)
     return Table.of(
         frame,
         columns,
-        caption=f"{first['traces']:,} traces of {first['problems']:,} problems; {INTERVALS}; AES "
-        f"{first['aes_label']}",
+        caption=f"{traces:,} traces of {problems:,} problems; {INTERVALS}; AES {label}",
         title=title,
         bold=None if scores.isna().all() else int(scores.argmax()),
-        line_after=int((frame["kind"] == "rule").sum()) - 1,
+        line_after=int(rules.sum()) - 1,
     )
 
 
@@ -119,16 +117,13 @@ def cost_tables(frame: pd.DataFrame) -> list[Table]:
 
 def differences_table(frame: pd.DataFrame) -> Table:
     """Paired differences of one rule to others, of `Results.differences`."""
-    return Table.of(
-        frame,
-        DIFFERENCES,
-        frame["other"].tolist(),
-        caption=f"{frame['rule'].iloc[0]} less each other method, as validation chose or else "
-        f"at their best AES, paired; "
-        f"{INTERVALS}. Operating points and differences are of the same traces, and training seeds "
-        "are in the intervals only where several were evaluated: an interval without 0 does not "
-        "prove the sign.",
+    caption = (
+        f"{frame['rule'].iloc[0]} less each other method, as validation chose or else at their "
+        f"best AES, paired; {INTERVALS}. Operating points and differences are of the same traces, "
+        "and training seeds are in the intervals only where several were evaluated: an interval "
+        "without 0 does not prove the sign."
     )
+    return Table.of(frame, DIFFERENCES, frame["other"].tolist(), caption=caption)
 
 
 def frontier_tables(results: Results) -> list[Table]:
@@ -192,10 +187,10 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> list[P
     target = Path(folder if out is None else out)
     target.mkdir(parents=True, exist_ok=True)
     written = [target / "report.md"]
-    modes = sorted({one.settings["mode"] for one in comparisons})
+    modes = ", ".join(sorted({one.settings["mode"] for one in comparisons}))
     parts = [
         "# Stopping rules compared",
-        f"{len(comparisons)} comparison{'s' * (len(comparisons) > 1)} ({', '.join(modes)}); AES "
+        f"{len(comparisons)} comparison{'s' * (len(comparisons) > 1)} ({modes}); AES "
         f"{' and '.join(everything['aes_label'].unique())}; brackets are 95 % intervals by problem "
         "(cluster bootstrap).",
     ]

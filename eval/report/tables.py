@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..methods import FULL
-from ..results import ENDS, NAMED, Estimate, Interval, Results, best_rows, markdown_table
+from ..results import ENDS, NAMED, Estimate, Results, best_rows, markdown_table
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
@@ -81,7 +81,7 @@ class Table:
 
     @property
     def _shown(self) -> list[tuple[str, Column]]:
-        groups = dict.fromkeys(self.numbers.columns.get_level_values(0))
+        groups = self.numbers.columns.get_level_values(0).unique()
         return [(group, column) for group in groups for column in self.columns]
 
     @property
@@ -90,8 +90,8 @@ class Table:
         rows = [one if isinstance(one, tuple) else (one,) for one in self.numbers.index]
         return [" ".join(filter(None, row)) for row in rows]
 
-    def texts(self, interval: Interval = "brackets", *ways: str, escape: Any = str) -> pd.DataFrame:
-        """The numbers as text; columns (group, name).
+    def texts(self, *ways: str, half: bool = False, escape: Any = str) -> pd.DataFrame:
+        """The numbers as text, `half` or not (`Estimate.text`); columns (group, name).
 
         Of a ranked column the highest number, as shown, stands between the halves of the first way,
         such as "**|**", the second highest between those of the second. Those compete whose labels
@@ -101,7 +101,7 @@ class Table:
         sections, rival = index.get_level_values(0), index.get_level_values(-1) != FULL
         for group, one in self._shown:
             rows = self.numbers[group][[one.name + end for end in ENDS]].to_numpy()
-            how: dict[str, Any] = {"signed": one.signed, "interval": interval}
+            how: dict[str, Any] = {"signed": one.signed, "half": half}
             said = [escape(Estimate(*row).text(one.scale, one.digits, **how)) for row in rows]
             found[group, one.name] = texts = np.array(said, dtype=object)
             if one.ranked:
@@ -114,7 +114,7 @@ class Table:
 
     def markdown(self) -> str:
         """GitHub's Markdown, the caption above; the best bold, the second best underlined."""
-        cells = self.texts("brackets", "**|**", "<u>|</u>").to_numpy()
+        cells = self.texts("**|**", "<u>|</u>").to_numpy()
         rows = [[label, *row] for label, row in zip(self._labels, cells, strict=True)]
         heads = [f"{group} {one.head}".strip() for group, one in self._shown]
         above = f"{self.caption}\n\n" if self.caption else ""
@@ -122,7 +122,7 @@ class Table:
 
     def latex(self) -> str:
         """A booktabs table, each number with its interval."""
-        body = self.texts("brackets", r"\textbf{|}", r"\underline{|}", escape=_tex)
+        body = self.texts(r"\textbf{|}", r"\underline{|}", escape=_tex)
         body = body.rename(index=_tex).rename_axis([None] * body.index.nlevels)
         heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
         body.columns = pd.MultiIndex.from_tuples(heads)
@@ -150,11 +150,11 @@ class Table:
             caption_justify="left",
         )
         table.add_column(self.corner, min_width=14)
-        texts = self.texts("half")
-        for (_, one), column in zip(self._shown, texts, strict=True):
+        texts = self.texts(half=True)
+        for group, one in self._shown:
             table.add_column(one.head, justify="right", no_wrap=True)
             if one.narrow:
-                texts[column] = texts[column].str.partition(" ")[0]
+                texts[group, one.name] = texts[group, one.name].str.partition(" ")[0]
         for number, (label, cells) in enumerate(zip(self._labels, texts.to_numpy(), strict=True)):
             parts = [cell.partition(" ±") for cell in cells]
             table.add_row(

@@ -67,7 +67,7 @@ def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -
 def test_numbers_and_names_as_text() -> None:
     number = Estimate(0.7124, 0.7012, 0.7301)
     assert number.text(100, 1) == "71.2 [70.1, 73.0]"
-    assert number.text(100, 1, interval="half") == "71.2 ±1.8"  # the wider half
+    assert number.text(100, 1, half=True) == "71.2 ±1.8"  # the wider half
     assert Estimate(-0.0004, -0.004, math.nan).text(1, 2, signed=True) == "+0.00 [+0.00, –]"
     assert Estimate(12345.6, 12000, 12500).text(1, 0) == "12,346 [12,000, 12,500]"
     prices = (0.0, 2.5e-4, 0.05, 9.9999e-5, 9.99999999e-5, 10.0)
