@@ -21,13 +21,12 @@ from ospruner.rules.families import Family, StopRule
 from .evaluation import Report, Rule, choose
 from .frontiers import frontiers
 from .learnstop import LEARN_STOP, learn_stop
-from .measured import Split, family_thresholds, measure
+from .measured import COUNT, Split, family_thresholds, measure
 from .methods import FULL, ORACLE, PolicyUse
 from .problems.problem import shared_problems, text_key
 from .recorded import Method, Recorded, key_of
 from .replay import (
     Outcome,
-    budget_candidates,
     hindsight_oracle,
     hindsight_oracle_no_loss,
     pool,
@@ -193,13 +192,16 @@ def report_of(recorded: Recorded) -> Report:
 def table_rules(validation: TraceTable, test: TraceTable) -> dict[str, list[Rule]]:
     """Methods that read a table alone, at their settings, with their outcomes on both tables.
 
-    Those that anyone has read nothing but lengths. The hindsight oracle knows the grades, at prices
-    from next to nothing to more than an answer is worth.
+    Those that anyone has read nothing but lengths; budgets are quantiles of those at step ends, the
+    longest included. The hindsight oracle knows the grades, at prices from next to nothing to more
+    than an answer is worth.
     """
+    lengths = validation.lengths[validation.mask]
+    budgets = np.unique(np.quantile(lengths, np.linspace(0, 1, COUNT), method="higher"))
     steps = range(1, int(validation.num_steps.max()) + 1)
     prices = np.append(0.0, np.geomspace(1e-3, 1e2, 31) / test.full_tokens.mean()).tolist()
     kinds: tuple[tuple[str, str, Any, Sequence[float]], ...] = (
-        ("fixed budget", "tokens", replay_budget, budget_candidates(validation)),
+        ("fixed budget", "tokens", replay_budget, budgets.tolist()),
         ("fixed step", "step", replay_step, steps),
         ("fixed drop", "at the end", replay_drop, steps),
         (ORACLE, "price", hindsight_oracle, prices),

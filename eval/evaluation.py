@@ -206,25 +206,23 @@ class Report:
         return self.rules[0].outcome
 
     @cached_property
-    def _means(self) -> Numbers:
-        """Of all rules and limits; a resample chooses again what was chosen."""
+    def _numbers(self) -> Numbers:
+        """The numbers of the frame, from the means of all rules and limits.
+
+        A resample chooses again what was chosen.
+        """
 
         def means_of(rules: Sequence[Rule]) -> FloatArray:
             blocks = [rule.outcomes for rule in rules]
             return resampled(blocks, self.problem_index, names=_MEANS)
 
-        found = means_of(everything := [*self.rules, *self.limits])
+        means = means_of(everything := [*self.rules, *self.limits])
         for number, rule in enumerate(everything):
             if rule.picks is not None:
                 taken, place = np.unique(rule.picks, return_inverse=True)
-                means = means_of([rule.among[k] for k in taken])
-                found[:, number] = means[np.arange(len(place)), place]
-        return dict(zip(_MEANS, found.transpose(2, 0, 1), strict=True))
-
-    @cached_property
-    def _numbers(self) -> Numbers:
-        """The numbers of the frame, from the means of all."""
-        own = self._means
+                of_taken = means_of([rule.among[k] for k in taken])
+                means[:, number] = of_taken[np.arange(len(place)), place]
+        own = dict(zip(_MEANS, means.transpose(2, 0, 1), strict=True))
         full = {name: values[:, :1] for name, values in own.items()}
         generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
         paid, base = own["tokens"], full["tokens"]

@@ -198,26 +198,7 @@ class Generator:
         room = len(self.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
         ids, real = (one.to(self.base.device) for one in padded([one.prompt_ids for one in asked]))
         sampled = ("temperature", "top_p", "top_k") if settings.temperature > 0 else ()
-        arguments: dict[str, Any] = {
-            "attention_mask": real.long(),
-            "max_new_tokens": settings.max_new_tokens + room,
-            "pad_token_id": min(self._eos),
-            "do_sample": bool(sampled),
-            **{name: vars(settings)[name] for name in sampled},
-        }
-        call = self._call(how, first_problem * k)
-        with torch.random.fork_rng():
-            torch.manual_seed(mix64(mix64(settings.seed) ^ first_problem) >> 1)
-            started = time.perf_counter()
-            output, records = call(ids, **arguments)
-            generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
-            seconds = (time.perf_counter() - started) / len(asked)
-            return list(self._rows(asked, generated, records, seconds))
-
-    def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
-        """What generates: (ids, **arguments) -> (output, records)."""
-        said = {name: vars(self.settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
-        said["first_sample_index"] = first_sample_index
+        said = {name: vars(settings)[name] for name in ("seed", "answer", "max_answer_tokens")}
         policy, stride = None, 1
         if isinstance(how, PolicyUse):
             chosen = self._opened(how.path)
@@ -225,8 +206,27 @@ class Generator:
             said |= {"mode": how.mode, "threshold": how.threshold, "price": how.asked_price}
         else:
             said["rule"] = how
-        known = self.base, policy, self.fmt, StopPolicyConfig(**said), stride
-        return partial(generate_pruned, *known, tokenizer=self.tokenizer)
+        config = StopPolicyConfig(first_sample_index=first_problem * k, **said)
+        with torch.random.fork_rng():
+            torch.manual_seed(mix64(mix64(settings.seed) ^ first_problem) >> 1)
+            started = time.perf_counter()
+            output, records = generate_pruned(
+                self.base,
+                policy,
+                self.fmt,
+                config,
+                stride,
+                ids,
+                tokenizer=self.tokenizer,
+                attention_mask=real.long(),
+                max_new_tokens=settings.max_new_tokens + room,
+                pad_token_id=min(self._eos),
+                do_sample=bool(sampled),
+                **{name: vars(settings)[name] for name in sampled},
+            )
+            generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
+            seconds = (time.perf_counter() - started) / len(asked)
+            return list(self._rows(asked, generated, records, seconds))
 
     def _rows(
         self,

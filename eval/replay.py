@@ -197,13 +197,6 @@ def replay_drop(table: TraceTable, paragraphs: int) -> Outcome:
     return replay_at(table, np.maximum(table.last - paragraphs, 0))
 
 
-def budget_candidates(table: TraceTable, count: int = 64) -> list[int]:
-    """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included."""
-    lengths = table.lengths[table.mask]
-    quantiles = np.quantile(lengths, np.linspace(0, 1, count), method="higher")
-    return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
-
-
 def hindsight_oracle(table: TraceTable, price: float = 0.0) -> Outcome:
     """Stops each trace where A_i - lambda L_i is largest, at the earliest of equals.
 
