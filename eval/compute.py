@@ -87,15 +87,12 @@ class ModelWork(NamedTuple):
         caches = itertools.chain(DynamicCache(config=text).layers, itertools.repeat(DynamicLayer()))
         for layer, cache in zip(decoder_layers(empty_base(config)), caches, strict=False):
             attends = isinstance(cache, DynamicLayer)  # else it is recurrent alone
-            windowed = isinstance(cache, DynamicSlidingWindowLayer)
+            window = math.inf
+            if isinstance(cache, DynamicSlidingWindowLayer):
+                window = cache.sliding_window
             vectors = sum(p.numel() for p in layer.parameters() if p.ndim < 2)  # added, or scale
-            works.append(
-                LayerWork(
-                    2.0 * (active_weights(layer, config) - vectors),
-                    4.0 * heads_width(config) * attends,
-                    cache.sliding_window if windowed else math.inf,
-                )
-            )
+            matrices = active_weights(layer, config) - vectors
+            works.append(LayerWork(2.0 * matrices, 4.0 * heads_width(config) * attends, window))
         return cls(tuple(works), 2.0 * text.hidden_size * text.vocab_size)
 
     def read(
