@@ -236,8 +236,9 @@ def _compared(recorded: Recorded) -> list[Rule]:
         groups.setdefault((one.method, one.parameter), []).append(one)
     rules = []
     for (name, parameter), of in groups.items():
-        outcomes = [tuple(outcome_of(one, split) for one in of) for split in splits]
-        rule = Rule(name, pool(outcomes[0]), parameter, of[0].parameter_name, *outcomes)
+        test, *there = (tuple(outcome_of(one, split) for one in of) for split in splits)
+        validation = there[0] if there else ()
+        rule = Rule(name, pool(test), parameter, of[0].parameter_name, test, validation)
         if len(of) > 1 and not isinstance(of[0], PolicyUse):
             raise ValueError(
                 f"two rules are called {rule.name!r}: give each once, and a name of its own "
