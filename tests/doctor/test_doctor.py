@@ -20,8 +20,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.doctor import examination
-from ospruner.doctor.description import describe, faults
-from ospruner.doctor.examination import Diagnosis, examine
+from ospruner.doctor.examination import Diagnosis, examine, understood
 from ospruner.doctor.plan import GIB, Plan, Workload, plan_for
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.problems.task import Math
@@ -44,12 +43,12 @@ def value_of(report: Diagnosis, name: str) -> str:
 
 def test_the_embedded_reasoner() -> None:
     report = examine(str(REASONER))
-    assert (report.kind, report.wrong) == ("base", [])
+    assert report.wrong == []
     assert value_of(report, "torch").split("+")[0] == torch.__version__.split("+")[0]
     assert value_of(report, "format") == "deepseek-r1 (guessed)"
-    assert value_of(report, "boundaries") == "4 tokens contain a blank line"
+    assert value_of(report, "step ends").startswith("4 of 595 tokens hold a blank line")
     assert "its tail can be built" in value_of(report, "architecture")
-    assert "Example trace" in report.description
+    assert value_of(report, "example prompt")
 
 
 @pytest.mark.parametrize(("capability", "told"), [("AVX2", ["note"]), ("AVX512", [])])
@@ -149,8 +148,7 @@ def test_a_format_that_does_not_fit(base: Path) -> None:
 
 def test_an_unreachable_repository_is_one_line() -> None:
     report = examine("nobody/nothing", revision="main")
-    assert report.kind == "unreachable"
-    (found,) = report.sections["nobody/nothing"]
+    (found,) = report.sections["Base nobody/nothing"]
     assert found.value.startswith("cannot reach nobody/nothing at revision main")
     assert "HF_ENDPOINT" in found.advice
     assert run("nobody/nothing", code=1).count("cannot reach") == 1
@@ -166,10 +164,10 @@ def run(*arguments: object, code: int = 0) -> str:
 def test_the_command(tmp_path: Path, base: Path) -> None:
     written = tmp_path / "doctor.json"
     output = run(base, "--json", written)
-    for said in ("Nothing is wrong", "Reasoning format 'deepseek-r1'"):
+    for said in ("Nothing is wrong", "deepseek-r1 (guessed)"):
         assert said in output
     saved = json.loads(written.read_text(encoding="utf-8"))
-    assert (saved["healthy"], saved["kind"]) == (True, "base")
+    assert saved["healthy"] is True
     assert {"name", "value", "level", "advice"} == set(saved["sections"]["Environment"][0])
     pickle_only(base)
     assert "1 thing to mend" in run(base, code=1)
@@ -195,38 +193,47 @@ def test_a_tokenizer_that_transformers_rewrites_is_refused(base: Path, tmp_path:
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 
 
-def test_describe_r1(real_r1: Compiled) -> None:
-    text = describe(real_r1[1], real_r1[0])
+def told(compiled: Compiled) -> list[tuple[str, str]]:
+    found = list(understood(compiled[1], compiled[0]))
+    assert all(one.level == "ok" for one in found)
+    return [(one.name, one.value) for one in found]
+
+
+def test_what_is_told_of_r1(real_r1: Compiled) -> None:
+    lines = told(real_r1)
     for line in (
-        "Reasoning format 'deepseek-r1'",
-        "  thinking opens with  '<think>'  151648",
-        "  thinking ends with   '</think>'  151649",
-        "  model's turn         '<｜Assistant｜><think>\\n'  151645 151648 198",
-        "  forced at a stop     '</think>\\n\\n\\\\boxed{'  151649 271 59 79075 90",
-        "  ... answer='free'    '</think>\\n\\n'  151649 271",
-        "  ... at its own end   '\\n\\n\\\\boxed{'  271 59 79075 90",
-        "  masked in answers    '<think>'  151648",
-        "  L = 11   'First, 2 + 3 = 5.\\n\\n'",
-        "  L = 24   'Let me check: 5 - 3 = 2.\\n\\n'",
-        "  L = 30   'So it is 5.'",
+        ("thinking opens with", "'<think>'  151648"),
+        ("thinking ends with", "'</think>'  151649"),
+        ("model's turn", "'<｜Assistant｜><think>\\n'  151645 151648 198"),
+        ("forced at a stop", "'</think>\\n\\n\\\\boxed{'  151649 271 59 79075 90"),
+        ("... answer='free'", "'</think>\\n\\n'  151649 271"),
+        ("... at its own end", "'\\n\\n\\\\boxed{'  271 59 79075 90"),
+        ("masked in answers", "'<think>'  151648"),
+        ("example step", "'First, 2 + 3 = 5.\\n\\n'  ends after 11 tokens"),
+        ("example step", "'Let me check: 5 - 3 = 2.\\n\\n'  ends after 24 tokens"),
+        ("example step", "'So it is 5.'  ends after 30 tokens"),
     ):
-        assert line in text.splitlines(), text
-    assert "565 of 151665 tokens hold a blank line: '\\n\\n'  271" in text
-    assert "within \\\\boxed{}.<｜Assistant｜><think>\\n'" in text
-    assert "What is wrong" not in text
+        assert line in lines, lines
+    values = dict(lines)
+    assert "565 of 151665 tokens hold a blank line: '\\n\\n'  271" in values["step ends"]
+    assert "within \\\\boxed{}.<｜Assistant｜><think>\\n'" in values["example prompt"]
 
 
-def test_describe_harmony(real_harmony: Compiled) -> None:
-    lines = describe(real_harmony[1], real_harmony[0]).splitlines()
+def test_what_is_told_of_harmony(real_harmony: Compiled) -> None:
+    lines = told(real_harmony)
     closing = "<|end|><|start|>assistant<|channel|>final<|message|>"
     ids = "200007 200006 173781 200005 17196 200008"
+    masked = "'<|channel|>'  200005, '<|start|>'  200006, '<|message|>'  200008"
     for line in (
-        "  thinking opens with  '<|channel|>analysis<|message|>'  200005 35644 200008",
-        "  answer opens with    '<|channel|>final<|message|>'  200005 17196 200008",
-        f"  forced at a stop     '{closing}\\\\boxed{{'  {ids} 59 172278 90",
-        f"  ... answer='free'    '{closing}'  {ids}",
-        "  masked in answers    '<|channel|>'  200005, '<|start|>'  200006, '<|message|>'  200008",
-        "  L = 14   '<|channel|>analysis<|message|>First, 2 + 3 = 5.\\n\\n'",
+        ("thinking opens with", "'<|channel|>analysis<|message|>'  200005 35644 200008"),
+        ("answer opens with", "'<|channel|>final<|message|>'  200005 17196 200008"),
+        ("forced at a stop", f"'{closing}\\\\boxed{{'  {ids} 59 172278 90"),
+        ("... answer='free'", f"'{closing}'  {ids}"),
+        ("masked in answers", masked),
+        (
+            "example step",
+            "'<|channel|>analysis<|message|>First, 2 + 3 = 5.\\n\\n'  ends after 14 tokens",
+        ),
     ):
         assert line in lines, lines
 
@@ -252,14 +259,13 @@ def test_what_does_not_fit_is_told(
         tokenizer.chat_template = template
     chosen = dataclasses.replace(DEEPSEEK_R1, **changes)
     fmt = TokenFormat.compile(chosen, tokenizer)
-    found, text = faults(fmt, tokenizer), describe(fmt, tokenizer)
-    if complaint is None:
-        assert found == []
-        assert "What is wrong" not in text
-    else:
-        (fault,) = found
-        assert complaint in fault
-        assert f"What is wrong\n  {fault}" in text
+    found = [one for one in understood(fmt, tokenizer) if one.level != "ok"]
+    assert len(found) == (complaint is not None)
+    for fault in found:
+        assert (fault.name, fault.level) == ("fit", "wrong")
+        assert complaint is not None
+        assert complaint in fault.value
+        assert fault.advice
 
 
 def test_formats_by_name(tmp_path: Path) -> None:
@@ -312,28 +318,6 @@ def test_the_plan_follows_the_workload() -> None:
     assert "labelling holds 11 of the longest traces at once" in " ".join(few.notes)
 
 
-def test_what_a_policy_adds_to_the_weights_of_a_step() -> None:
-    def share(name: str, **work: Any) -> float:
-        return plan_of(name, **work).serving_weights_share
-
-    # R1's layers: queries and outputs 2 x 3584^2, keys and values 2 x 3584 x 512, MLP 3 x 3584 x
-    # 18,944; the vocabulary's logits 152,064 x 3584. Vectors are not counted here.
-    queries = 2 * 3584**2 + 3 * 3584 * 18_944
-    layer = queries + 2 * 3584 * 512
-    step = 28 * layer + 152_064 * 3584
-    assert share(R1) == pytest.approx(2 * layer / step, rel=1e-3)
-    alone = share(R1, streams=1, tuning="queries")
-    assert alone == pytest.approx(2 * queries / step / 40, rel=1e-3)
-    some_end = 1 - (39 / 40) ** 64
-    found = share(R1, streams=64, tuning="queries", num_policy_layers=1)
-    assert found == pytest.approx(some_end * queries / step, rel=1e-3)
-    # Of a mixture few experts are read for few rows; the copies are not packed as the base is.
-    few, many = (share(GPT_OSS, streams=n, tuning="queries") for n in (1, 64))
-    assert 0.003 < few < 0.004
-    assert 0.05 < many < 0.06
-    assert share(GPT_OSS, streams=64) > 0.2
-
-
 def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     said = run(BASES / R1, "--plan", "--set", "gpu_gib=80", "--json", file)
@@ -341,7 +325,6 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
     assert {"labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
     for peak in ("training_peak_gib", "training_cached_peak_gib"):
         assert f"{found[peak]:.1f} GiB" in said
-    assert "adds 3.6% to the weights that a step reads" in said
     assert found["workload"]["gpu_gib"] == 80
     assert "training does not fit" in run(BASES / R1, "--plan", "--set", "gpu_gib=16", code=1)
 
