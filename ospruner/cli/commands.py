@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from .fields import Fields, LazyGroup, arg, fields_of, opt, with_fields
+from .fields import Fields, LazyGroup, arg, opt, with_fields
 
 console = Console(markup=False)  # paths and names may hold brackets
 app = typer.Typer(
@@ -85,7 +86,6 @@ PLAN = Fields("ospruner.doctor.plan:Workload")
 @app.command(rich_help_panel=MAKE)
 @with_fields(PLAN)
 def doctor(
-    context: typer.Context,
     subject: Annotated[str | None, arg("A base, as a folder or Hub id; optional.")] = None,
     plan: Annotated[bool, opt("What labelling, training and serving will need.", "--plan")] = False,
     revision: Revision = None,
@@ -93,9 +93,9 @@ def doctor(
         str | None, opt("deepseek-r1, qwen3, harmony, plain, a .json.", "--format")
     ] = None,
     json_file: JsonFile = None,
+    **given: Any,
 ) -> None:
     """Step 0: check a base before you begin; status 1 if something is wrong."""
-    given = fields_of(context, PLAN)
     if plan:
         from transformers import AutoConfig
 
@@ -125,7 +125,6 @@ def demo(
     quick: Annotated[bool, opt("The one-minute version.", "--quick")] = False,
     full: Annotated[bool, opt("The proof: 3 seeds, hours.", "--full")] = False,
     seed: Annotated[int, opt("Seed of problems, sampling and training.")] = 0,
-    json_file: JsonFile = None,
 ) -> None:
     """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
     from ospruner.demo.demo import FULL, QUICK, STANDARD, run_demo
@@ -134,13 +133,12 @@ def demo(
         raise typer.BadParameter("--quick and --full exclude each other; give one of them.")
     size = QUICK if quick else FULL if full else STANDARD
     default = "runs/demo" if size is STANDARD else f"runs/demo-{size.name}"
-    run_demo(out or Path(default), size, seed, console, json_file)
+    run_demo(out or Path(default), size, seed, console)
 
 
 @app.command(rich_help_panel=MAKE)
 @with_fields(MAKING)
 def make(
-    context: typer.Context,
     base: Annotated[str, arg("The reasoning model: a folder or a Hub id.")],
     dataset: Annotated[str, opt("As for `ospruner label`.")],
     out: Out,
@@ -148,6 +146,7 @@ def make(
     hours: Annotated[float | None, opt("Begin no round that would exceed them.")] = None,
     problems: Annotated[int | None, opt("Label so many at the most.")] = None,
     labels: Annotated[Path | None, opt("Labels that you have: they come first.")] = None,
+    **given: Any,
 ) -> None:
     """Make a policy with as few labels as it takes: examine, label in rounds, train, promise.
 
@@ -155,15 +154,10 @@ def make(
     """
     from ospruner.rounds import make
 
-    given = fields_of(context, MAKING)
+    given |= {"max_loss": max_loss, "hours": hours, "problems": problems, "labels": labels}
     with _stoppable(out / "labels"), _bars("make") as bars:
-
-        def tell(line: str) -> None:
-            console.print(line, highlight=False)
-
-        limits: dict[str, Any] = {"max_loss": max_loss, "hours": hours, "problems": problems}
-        given |= {"labels": labels, "progress": bars, "tell": tell}
-        made = make(base, dataset, out=out, **limits, **given)
+        tell = partial(console.print, highlight=False)
+        made = make(base, dataset, out=out, progress=bars, tell=tell, **given)
     console.print(f"No further round: {made.why}. {made.promise}", highlight=False)
     promised = f" --max-loss {max_loss:g}" if made.promised else ""
     for line in (
@@ -179,35 +173,35 @@ def make(
 @app.command(rich_help_panel=MAKE)
 @with_fields(LABEL)
 def label(
-    context: typer.Context,
     base: Annotated[str, opt("The reasoning model: a folder or a Hub id.")],
     dataset: Annotated[str, opt("gsm8k, math500, aime, deepscaler, ..., a file, or a Hub id.")],
     out: Out,
     json_file: JsonFile = None,
+    **given: Any,
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
     from ospruner.train.labels.label import LabelConfig, run_label
 
-    given = fields_of(context, LABEL, base=base, dataset=dataset, out=str(out))
+    config = LabelConfig(base=base, dataset=dataset, out=str(out), **given)
     with _stoppable(out), _bars() as bars:
-        run_label(LabelConfig(**given), bars)
+        run_label(config, bars)
     _print_labels(out, json_file)
 
 
 @labels_app.command("import")
 @with_fields(IMPORT)
 def labels_import(
-    context: typer.Context,
     file: Annotated[str, arg("Traces: .jsonl, .jsonl.gz or .parquet.")],
     base: Annotated[str, opt("The model that answers: a folder or a Hub id.")],
     out: Out,
     json_file: JsonFile = None,
+    **given: Any,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
     from ospruner.train.labels.label import import_traces
 
     with _stoppable(out), _bars() as bars:
-        import_traces(base, file, out=out, progress=bars, **fields_of(context, IMPORT))
+        import_traces(base, file, out=out, progress=bars, **given)
     _print_labels(out, json_file)
 
 
@@ -229,25 +223,23 @@ def labels_regrade(
 @app.command(rich_help_panel=MAKE)
 @with_fields(TRAIN)
 def train(
-    context: typer.Context,
     labels: Annotated[list[str], opt("Folder or Hub id. Repeatable: a mix.")],
     out: Out,
     validation: Annotated[
         list[str] | None, opt("Labels of other problems; default: hold some out.")
     ] = None,
     json_file: JsonFile = None,
+    **given: Any,
 ) -> None:
     """Train a policy on labelled traces; defaults follow from the labels and the base."""
     from ospruner.hub_cards.cards import told_default
-    from ospruner.progress import silent
     from ospruner.train.config import StopConfig
     from ospruner.train.trainer import StopTrainer
 
-    config = StopConfig(str(out), **{"disable_tqdm": True, **fields_of(context, TRAIN)})
+    config = StopConfig(str(out), **{"disable_tqdm": True, **given})
     console.quiet = not config.should_save  # of several processes the first speaks
     with _bars() as bars:
-        told = bars if config.should_save else silent
-        trainer = StopTrainer(config, labels, validation, progress=told)
+        trainer = StopTrainer(config, labels, validation, progress=bars)
         trainer.train()
     full = trainer.policies[0]
     table = Table("policy", "price", "accuracy %", "thinking tokens", "saved %")
@@ -271,7 +263,6 @@ def train(
 @app.command(rich_help_panel=MAKE)
 @with_fields(COMPARING)
 def compare(
-    context: typer.Context,
     labels: Annotated[
         str | None, arg("Labels to measure on; without methods, a folder of earlier comparisons.")
     ] = None,
@@ -281,6 +272,7 @@ def compare(
     out: Annotated[Path | None, opt("Folder for numbers, picture, page.", file_okay=False)] = None,
     paper: Annotated[bool, opt("Alone: the paper's Table 1.", "--paper")] = False,
     json_file: JsonFile = None,
+    **said: Any,
 ) -> None:
     """Compare policies and rules on labels, exactly; or by generating."""
     from ospruner.comparing import compare
@@ -291,7 +283,6 @@ def compare(
     from ospruner.eval.report.tables import best_aes_table, grid_frame
     from ospruner.eval.results import find_results
 
-    said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("results.json"))
     if paper:
         if labels is not None:
@@ -310,9 +301,9 @@ def compare(
         for path in write_report(labels, out=out):
             console.print(f"Wrote {path}", soft_wrap=True)
         return
-    target, prices = out or Path("runs/compare"), said.pop("prices", "")
-    said["prices"] = parse_prices(prices)
-    said["rewards_at"] = parse_prices(str(said.pop("rewards_at", ""))) or None
+    target = out or Path("runs/compare")
+    said["prices"] = parse_prices(said.get("prices", ""))
+    said["rewards_at"] = parse_prices(said.get("rewards_at", "")) or None
     said["variant"] = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target
@@ -330,11 +321,11 @@ def compare(
 @app.command(rich_help_panel=MAKE)
 @with_fields(CALIBRATING)
 def calibrate(
-    context: typer.Context,
     policy: Annotated[str, arg("A policy's folder; or a rule, such as deer.")],
     labels: Annotated[str, opt("Labels that nothing was trained or chosen on.")],
     max_loss: Annotated[float, opt("Accuracy that may be lost, such as 0.02.")],
     json_file: JsonFile = None,
+    **given: Any,
 ) -> None:
     """Promise that stopping loses at most so much accuracy, and store the promise in the policy.
 
@@ -344,7 +335,7 @@ def calibrate(
     from ospruner.calibrating import calibrate
     from ospruner.hub_cards.cards import told_default
 
-    said = {"confidence": 0.95, "mode": "threshold", **fields_of(context, CALIBRATING)}
+    said = {"confidence": 0.95, "mode": "threshold", **given}
     values, efforts = said.pop("values", None), said.pop("efforts", None)
     tried = tuple(map(_value, values.split(","))) if values else None
     said["efforts"] = None if efforts is None else _by_effort(efforts)
@@ -379,6 +370,7 @@ def serve(
     ] = None,
     engine: Annotated[str, opt("vllm or sglang.")] = "vllm",
     opt_in: Annotated[bool, opt("Stop only requests that say stop_policy.", "--opt-in")] = False,
+    **given: Any,
 ) -> None:
     """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
     settings: dict[str, Any] = {"stop_policy": not opt_in}
@@ -386,7 +378,7 @@ def serve(
         from ospruner.demo import POLICY
 
         policy = str(POLICY)
-    for name, value in fields_of(context, SERVING).items():
+    for name, value in given.items():
         key = name if name.endswith("_tokens") else f"stop_{name}"
         settings[key] = _by_effort(value) if name == "efforts" else value
     from ospruner.serving import launch
@@ -450,17 +442,16 @@ def lm_eval_command(
 @app.command(rich_help_panel=SHARE)
 @with_fields(RELEASE)
 def publish(
-    context: typer.Context,
     folder: Annotated[Path, arg("A policy's folder, or one of labels (or of train/, test/, ...).")],
     repo: Annotated[str, arg("Where to: org/name.")],
     private: Annotated[bool, opt("Make a private repository.", "--private")] = False,
     dry_run: Annotated[bool, opt("Write the exact folder, send nothing.", "--dry-run")] = False,
     out: Annotated[Path | None, opt("Where a dry run writes; default: runs/publish/NAME.")] = None,
+    **release: Any,
 ) -> None:
     """Put a policy or labels on the Hub in one commit: files, code, card, provenance."""
     from ospruner.hub_cards.publish import publish
 
-    release = fields_of(context, RELEASE)
     done = publish(folder, repo, private=private, dry_run=dry_run, out=out, **release)
     table = Table(title=repo, show_header=False, box=None, title_justify="left")
     table.add_column(overflow="fold")

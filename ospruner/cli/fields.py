@@ -17,15 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["Fields", "LazyGroup", "arg", "fields_of", "opt", "with_fields"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_SAID = "ospruner.fields"  # in a context's `meta`
+__all__ = ["Fields", "LazyGroup", "arg", "opt", "with_fields"]
 
 
 def opt(text: str, *names: str, **more: Any) -> Any:
@@ -62,23 +59,67 @@ class Fields:
         cls = self.load()
         kinds = typing.get_type_hints(cls)
         told, said = {one.name: one for one in dataclasses.fields(cls)}, _said_of(cls)
-        names = told if self.shown is None else self.shown
+        names = [n for n in told if n not in self.hidden] if self.shown is None else self.shown
         options = [_option(told[name], kinds[name], said.get(name, "")) for name in names]
-        if self.shown is None:
-            return options
-        others = f"Any other field of {cls.__name__}: field=value. Repeatable."
-        return [
-            *options,
-            _parameter("config", str | None, "Fields in a YAML or JSON file: `field: value`."),
-            _parameter("set", list[str] | None, others),
-        ]
+        if self.shown is not None:
+            others = f"Any other field of {cls.__name__}: field=value. Repeatable."
+            options += [
+                _parameter("config", str | None, "Fields in a YAML or JSON file: `field: value`."),
+                _parameter("set", list[str] | None, others),
+            ]
+        return options
+
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        """What a user said: options before --set, --set before --config.
+
+        Raises:
+            typer.BadParameter: A field that is none (the nearest is named), or a value that none
+                is.
+        """
+        import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
+
+        file, texts = said.pop("config", None), said.pop("set", None) or ()
+        found: dict[str, Any] = {}
+        if file is not None:
+            try:
+                content = yaml.safe_load(Path(file).read_text("utf-8"))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                raise typer.BadParameter(f"--config {file} cannot be read ({error}).") from None
+            if not isinstance(content, Mapping):
+                raise typer.BadParameter(f"--config {file} holds no fields: write `field: value`.")
+            found |= content
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise typer.BadParameter(f"--set {text!r} is no field=value.")
+            try:
+                found[name.strip()] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                found[name.strip()] = value
+        cls = self.load()
+        kinds = typing.get_type_hints(cls)
+        names = [one.name for one in dataclasses.fields(cls) if one.init]
+        for name in found:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, 1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise typer.BadParameter(f"{cls.__name__} has no field {name!r}.{hint}")
+            if name in self.hidden:
+                raise typer.BadParameter(
+                    f"{name} is said by an argument of this command, not here."
+                )
+        # A 0 was said, and is not the same as a flag's False.
+        found |= {n: v for n, v in said.items() if v not in (None, [], ()) and v is not False}
+        return {name: _as(kinds[name], name, value) for name, value in found.items()}
 
 
-def with_fields(fields: Fields) -> Callable[[_Function], _Function]:
-    """Marks a command whose further options are fields; it reads them by `fields_of`."""
+def with_fields(fields: Fields) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a command whose further options are fields: it takes those said as keywords."""
 
-    def mark(function: _Function) -> _Function:
-        function.fields = fields  # type: ignore[attr-defined]
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        vars(function).update(fields=fields, __signature__=signature.replace(parameters=own))
         return function
 
     return mark
@@ -90,80 +131,22 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As typer does, with the fields' options."""
         name, command, rest = super().resolve_command(ctx, args)
-        function = getattr(command and command.callback, "__wrapped__", None)
-        if command is not None and hasattr(function, "fields"):
-            command = _whole(command, function)
-        return name, command, rest
+        function: Any = getattr(command and command.callback, "__wrapped__", None)
+        if command is None or not hasattr(function, "fields"):
+            return name, command, rest
+        options = function.fields.options()
+        parameters = [*function.__signature__.parameters.values(), *options]
 
+        def called(**values: Any) -> None:
+            said = {one.name: values.pop(one.name) for one in options}
+            function(**values, **function.fields.read(said))
 
-def _whole(command: Any, function: Any) -> Any:
-    """A command of a function's own parameters and its fields."""
-    signature = inspect.signature(function, eval_str=True)
-    options = [one for one in function.fields.options() if one.name not in signature.parameters]
-
-    def called(**values: Any) -> None:
-        said = {one.name: values.pop(one.name) for one in options}
-        # A 0 was said, and is not the same as a flag's False.
-        values["context"].meta[_SAID] = {
-            name: value
-            for name, value in said.items()
-            if value not in (None, [], ()) and value is not False
-        }
-        function(**values)
-
-    parameters = [*signature.parameters.values(), *options]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {one.name: one.annotation for one in parameters}
-    called.__doc__ = function.__doc__
-    alone = typer.Typer(add_completion=False)
-    alone.command(command.name, context_settings=command.context_settings)(called)
-    return typer.main.get_command(alone)
-
-
-def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str, Any]:
-    """What a user said about a command's fields: options before --set, --set before --config.
-
-    Args:
-        context: The command's.
-        fields: Which.
-        given: What the command's own arguments say.
-
-    Raises:
-        typer.BadParameter: A field that is none (the nearest is named), or a value that none is.
-    """
-    import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
-
-    said: dict[str, Any] = dict(context.meta.get(_SAID, {}))
-    file, texts = said.pop("config", None), said.pop("set", None) or ()
-    found: dict[str, Any] = {}
-    if file is not None:
-        try:
-            content = yaml.safe_load(Path(file).read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise typer.BadParameter(f"--config {file} cannot be read ({error}).") from None
-        if not isinstance(content, Mapping):
-            raise typer.BadParameter(f"--config {file} holds no fields: write `field: value`.")
-        found |= content
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--set {text!r} is no field=value.")
-        try:
-            found[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            found[name.strip()] = value
-    cls = fields.load()
-    kinds = typing.get_type_hints(cls)
-    names = [one.name for one in dataclasses.fields(cls) if one.init]
-    for name in found:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise typer.BadParameter(f"{cls.__name__} has no field {name!r}.{hint}")
-        if name in fields.hidden:
-            raise typer.BadParameter(f"{name} is said by an argument of this command, not here.")
-    said = {name: _as(kinds[name], name, value) for name, value in (found | said).items()}
-    return said | {name: value for name, value in given.items() if value is not None}
+        vars(called)["__signature__"] = inspect.Signature(parameters)
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        called.__doc__ = function.__doc__
+        alone = typer.Typer(add_completion=False)
+        alone.command(command.name, context_settings=command.context_settings)(called)
+        return name, typer.main.get_command(alone), rest
 
 
 def _said_of(cls: type) -> dict[str, str]:

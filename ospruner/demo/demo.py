@@ -69,25 +69,15 @@ MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much the demo does.
-
-    Attributes:
-        name: What the size is called.
-        train: Problems whose traces policies are trained on.
-        validation: Problems on which price and thresholds are chosen, and the promise is made.
-        test: Problems that are looked at once, at the end.
-        seeds: Training runs of each method; their outcomes are pooled.
-        epochs: Passes over the training traces, for OS-Pruner and each baseline alike.
-        max_loss: What `calibrate` shall promise on the validation traces, as a share.
-    """
+    """How much the demo does."""
 
     name: str
-    train: int
-    validation: int
-    test: int
-    seeds: int
-    epochs: int
-    max_loss: float
+    train: int  # problems whose traces policies are trained on
+    validation: int  # problems on which price and thresholds are chosen, and the promise is made
+    test: int  # problems that are looked at once, at the end
+    seeds: int  # training runs of each method; their outcomes are pooled
+    epochs: int  # passes over the training traces, for OS-Pruner and each baseline alike
+    max_loss: float  # what `calibrate` shall promise on the validation traces, as a share
 
 
 QUICK = DemoSize("quick", 160, 80, 100, seeds=1, epochs=24, max_loss=0.1)
@@ -95,9 +85,7 @@ STANDARD = DemoSize("standard", 1200, 800, 500, seeds=1, epochs=8, max_loss=0.03
 FULL = DemoSize("full", 12000, 1500, 6000, seeds=3, epochs=8, max_loss=0.02)
 
 
-def run_demo(
-    out: Path, size: DemoSize, seed: int, console: Console, json_file: Path | None = None
-) -> Results:
+def run_demo(out: Path, size: DemoSize, seed: int, console: Console) -> Results:
     """Label, train, promise, compare, load, generate.
 
     Args:
@@ -105,7 +93,6 @@ def run_demo(
         size: How much to do.
         seed: Seed of problems, sampling and training.
         console: Where to draw bars and print.
-        json_file: Where to write every number too.
 
     Raises:
         ValueError: `out` holds another run's files.
@@ -123,8 +110,6 @@ def run_demo(
         _print(report.results, promise, console)
         generate_side_by_side(out, seed, report.results, console)
         shutil.rmtree(run.more["states"], ignore_errors=True)
-    if json_file is not None:
-        report.results.save(json_file)
     minutes = (time.monotonic() - started) / 60
     said = f"Policy: {policy}; numbers: {out / 'report' / RESULTS_FILE}; page: {page}"
     console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
@@ -184,14 +169,13 @@ class _Demo(Rounds):
         price = {"price": float(_chosen(report.results)["parameter"])}
         write_json(policy / "config.json", read_object(policy / "config.json") | price)
         made = vars(read_provenance(policy))
-        run = {name: made[name] for name in MADE_BY} | {"seed": self.seed}
+        run = {name: made[name] for name in MADE_BY}
         about = {
-            **report.about,
-            "run": run | {"settings": vars(self.size)},
+            "run": run | {"seed": self.seed, "settings": vars(self.size)},
             "promise": self.best.promise,
             "claims": claims(report.results, promise, self.max_loss),
         }
-        report = dataclasses.replace(report, about=about)
+        report = dataclasses.replace(report, about=report.about | about)
         report.results.save(policy / RESULTS_FILE)
         return report, promise
 
@@ -259,9 +243,9 @@ def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> 
     shown = rules.loc[main_rows(rules).index.union(frontier[::SHOWN_EVERY])]
     if promise is not None:
         promise = promise.assign(method=f"{EVERY_PRICE} (promise)")
-    title = f"{results.dataset}: {results.setting}"
+    table = pd.concat([shown, promise, results.limits])
     console.print()
-    console.print(results_table(pd.concat([shown, promise, results.limits]), title))
+    console.print(results_table(table, f"{results.dataset}: {results.setting}"))
     console.print(
         f"One policy knows all {len(frontier)} prices of a token; the table shows some, the "
         f"picture and the file all. Its default is {ours['setting']}, chosen as each baseline's "
@@ -295,15 +279,16 @@ def generate_side_by_side(out: Path, seed: int, results: Results, console: Conso
         content = f"{problem['problem']}\n\n{DEEPSEEK_R1.user_instruction}"
         off, on = (_answered(model, content, seed, stop) for stop in (False, True))
         rows.append({"content": content, "off": off, "on": on})
+        cells = []
+        for one in (off, on):
+            right = Math().grade(
+                Math().read_free(one["answer"]), Problem("", "", problem["answer"])
+            )
+            mark = "right" if right else "wrong"  # in words, for it must be told without colours
+            cells.append(f"{one['answer']} ({mark})\n{one['thinking_tokens']} tokens")
+        cells[1] += f", ended by {ENDED_BY.get(on['reason'], 'a limit')}"
         saved = 1 - on["thinking_tokens"] / max(off["thinking_tokens"], 1)
-        shown.add_row(
-            problem["problem"],
-            problem["answer"],
-            f"{_marked(off['answer'], problem['answer'])}\n{off['thinking_tokens']} tokens",
-            f"{_marked(on['answer'], problem['answer'])}\n{on['thinking_tokens']} tokens, ended by "
-            f"{ENDED_BY.get(on['reason'], 'a limit')}",
-            f"{saved:.0%}",
-        )
+        shown.add_row(problem["problem"], problem["answer"], *cells, f"{saved:.0%}")
     write_json(out / "side_by_side.json", {"rows": rows})
     console.print(shown)
     ours, full = _chosen(results), results.rules.iloc[0]
@@ -334,9 +319,3 @@ def _answered(model: Any, content: str, seed: int, stop_policy: bool) -> dict[st
         "thinking_tokens": count,
         "reason": model.last_stop[0].reason if stop_policy else "natural",
     }
-
-
-def _marked(text: str, reference: str) -> str:
-    """An answer with a mark in words, for it must be told without colours."""
-    right = Math().grade(Math().read_free(text), Problem("", "", reference))
-    return f"{text} ({'right' if right else 'wrong'})"

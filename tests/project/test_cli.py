@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import ospruner
 from ospruner.cli import app, commands
-from ospruner.cli.fields import Fields, LazyGroup, fields_of, with_fields
+from ospruner.cli.fields import Fields, LazyGroup, with_fields
 from ospruner.doctor.examination import Diagnosis, Finding
 from ospruner.progress import PhaseBars
 
@@ -53,12 +53,10 @@ def other() -> None:
 
 @made_up.command("run")
 @with_fields(FIELDS)
-def run_command(
-    context: typer.Context, out: Annotated[str, typer.Option(help="Where.")] = "x"
-) -> None:
+def run_command(out: Annotated[str, typer.Option(help="Where.")] = "x", **said: Any) -> None:
     """Keeps what it is told."""
     seen.clear()
-    seen.update(fields_of(context, FIELDS, out=out))
+    seen.update(said, out=out)
 
 
 def told(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
