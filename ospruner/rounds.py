@@ -33,7 +33,6 @@ from ospruner.eval.replay import replay_full
 from ospruner.eval.report.pictures import draw_rounds
 from ospruner.eval.report.summary import write_report
 from ospruner.eval.table import FloatArray
-from ospruner.formats import named
 from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.train.config import StopConfig
@@ -194,11 +193,10 @@ def make(
         if labels is not None and not (folder / "labels").exists():
             shutil.copytree(labels, folder / ".labels", dirs_exist_ok=True)
             (folder / ".labels").rename(folder / "labels")
-        if not record_of(folder).get("rounds"):
-            fmt = None if config.format is None else named(config.format)
-            if wrong := examine(base, config.revision, fmt).wrong:
-                found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
-                raise ValueError(f"`ospruner doctor {base}` finds what is to mend: {found}")
+        begun = record_of(folder).get("rounds")
+        if not begun and (wrong := examine(base, config.revision, config.format).wrong):
+            found = "; ".join(f"{one.name}: {one.value} ({one.advice})" for one in wrong)
+            raise ValueError(f"`ospruner doctor {base}` finds what is to mend: {found}")
         config = replace(config, out=str(folder / "labels"))
         loaded = load_run_problems(config)
         Random(config.seed).shuffle(loaded.problems)

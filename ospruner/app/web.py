@@ -29,7 +29,6 @@ EXAMPLES = (
     "Find x and y with x+y=17 and x*y=66. Give the larger number.",
     "Which is larger, 24*7 or 131+29? Give its value.",
 )
-PIP_LINE = "pip install 'ospruner[app]'"
 _MOST_TOKENS = 4096
 # On a narrow window the columns lie below the fold.
 _SHOW_COLUMNS = """(...values) => {
@@ -61,10 +60,14 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
     return LocalSource(model, Path(policy).name if Path(policy).is_dir() else policy)
 
 
+def _gradio() -> Any:
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
+    return needed("gradio", "the page of `ospruner app`", "pip install 'ospruner[app]'")
+
+
 def build_page(source: Source) -> Any:
     """The page, as Gradio's `Blocks`; MissingPackageError without Gradio."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
-    gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
+    gr = _gradio()
     most = min(_MOST_TOKENS, source.positions or _MOST_TOKENS)
     with gr.Blocks(title="OS-Pruner", analytics_enabled=False) as page:
         gr.Markdown(
@@ -172,9 +175,7 @@ def running_app(
         MissingPackageError: Gradio is not installed.
         OSError: The port is taken.
     """
-    page = build_page(source)
-    import gradio as gr
-
+    page, gr = build_page(source), _gradio()
     fonts: Any = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     _, address, _ = page.queue(max_size=64).launch(
         server_name=host,
@@ -195,11 +196,11 @@ def running_app(
         page.close()
 
 
-def open_app(
-    source: Source, host: str | None = None, port: int | None = None, in_browser: bool = False
-) -> None:
-    """Serves the page until it is interrupted; see `running_app`."""
-    with running_app(source, host, port, in_browser) as address:
+def open_app(policy: str | None, url: str | None, revision: str | None, **where: Any) -> None:
+    """Serves the page until it is interrupted; see `open_source` and `running_app`."""
+    _gradio()  # before a policy is loaded
+    source = open_source(policy, url, revision)
+    with running_app(source, **where) as address:
         print(f"OS-Pruner's page: {address} (Ctrl-C ends it)", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()

@@ -46,40 +46,34 @@ _JSON = opt("Write every number to this file too.", "--json", callback=_in_a_fol
 JsonFile = Annotated[Path | None, _JSON]
 Out = Annotated[Path, opt("Folder of the run; a stopped run continues.", file_okay=False)]
 Revision = Annotated[str | None, opt("Commit, branch or tag on the Hub.")]
+ShippedOr = Annotated[
+    str | None, arg("A policy, as a folder or Hub id; default: a small one that ships.")
+]
 MAKE, USE, SHARE = "Make a policy", "Use it", "Share it"
 
 LABEL = Fields(
     "ospruner.train.labels.label:LabelConfig",
-    shown=(
-        *("engine", "limit", "split", "task", "samples", "max_thinking_tokens", "answer"),
-        *("format", "template_arg", "seed", "revision", "urls"),
-    ),
-    hidden=("base", "dataset", "out"),
+    "engine limit split task samples max_thinking_tokens answer format template_arg seed revision "
+    "urls",
+    hidden="base dataset out",
 )
-MAKING = Fields(LABEL.where, hidden=(*LABEL.hidden, "limit"))
+MAKING = Fields(LABEL.where, hidden=f"{LABEL.hidden} limit")
 IMPORT = Fields(
-    LABEL.where,
-    shown=("engine", "limit", "task", "max_thinking_tokens", "revision", "urls"),
-    hidden=LABEL.hidden,
+    LABEL.where, "engine limit task max_thinking_tokens revision urls", hidden=LABEL.hidden
 )
 TRAIN = Fields(
     "ospruner.train.config:StopConfig",
-    shown=(
-        *("method", "head", "prices", "tuning", "layers", "num_train_epochs", "learning_rate"),
-        *("batch_size", "limit", "base", "states", "seed"),
-    ),
-    hidden=("output_dir",),
+    "method head prices tuning layers num_train_epochs learning_rate batch_size limit base states "
+    "seed",
+    hidden="output_dir",
 )
 COMPARING = Fields(
     "ospruner.cli.settings:Comparing",
-    shown=(
-        *("choose_on", "prices", "online", "samples", "seed", "across_tasks", "base", "device"),
-        *("states", "limit"),
-    ),
+    "choose_on prices online samples seed across_tasks base device states limit",
 )
-CALIBRATING = Fields("ospruner.cli.settings:Calibrating", shown=None)
-SERVING = Fields("ospruner.cli.settings:Serving", shown=None)
-RELEASE = Fields("ospruner.hub_cards.publish:Release", shown=None, hidden=("repo",))
+CALIBRATING = Fields("ospruner.cli.settings:Calibrating", None)
+SERVING = Fields("ospruner.cli.settings:Serving", None)
+RELEASE = Fields("ospruner.hub_cards.publish:Release", None, hidden="repo")
 PLAN = Fields("ospruner.doctor.plan:Workload")
 
 
@@ -107,12 +101,10 @@ def doctor(
         found: Any = plan_for(config, Workload(**given))
     else:
         from ospruner.doctor.examination import examine
-        from ospruner.formats import named
 
         if given:
             raise typer.BadParameter(f"{', '.join(given)}: fields of --plan; say that, too.")
-        chosen = None if format_name is None else named(format_name)
-        found = examine(subject, revision, chosen)
+        found = examine(subject, revision, format_name)
     found.show(console)
     _write(found.to_dict(), json_file)
     if not found.fine:
@@ -365,9 +357,7 @@ def calibrate(
 @with_fields(SERVING)
 def serve(
     context: typer.Context,
-    policy: Annotated[
-        str | None, arg("A policy, as a folder or Hub id; default: a small one that ships.")
-    ] = None,
+    policy: ShippedOr = None,
     engine: Annotated[str, opt("vllm or sglang.")] = "vllm",
     opt_in: Annotated[bool, opt("Stop only requests that say stop_policy.", "--opt-in")] = False,
     **given: Any,
@@ -396,10 +386,7 @@ def saved(url: Annotated[str, arg("A server of `ospruner serve`.")]) -> None:
 
 @app.command("app", rich_help_panel=USE)
 def app_command(
-    policy: Annotated[
-        str | None,
-        arg("A policy, as a folder or Hub id; default: the one that ships with the package."),
-    ] = None,
+    policy: ShippedOr = None,
     url: Annotated[
         str | None, opt("Ask a server of `ospruner serve` instead of a policy here.")
     ] = None,
@@ -409,17 +396,15 @@ def app_command(
     browser: Annotated[bool, opt("Open a browser, too.", "--browser")] = False,
 ) -> None:
     """Open a page that shows the base's answer and the stopped one, side by side."""
-    from ospruner.app.web import PIP_LINE, open_app, open_source
-    from ospruner.optional import needed
+    from ospruner.app.web import open_app
 
-    needed("gradio", "the page of `ospruner app`", PIP_LINE)
     if policy is None and url is None:
         if revision is not None:
             raise typer.BadParameter(f"--revision is {revision!r} without a policy: name it, too.")
         from ospruner.demo import POLICY
 
         policy = str(POLICY)
-    open_app(open_source(policy, url, revision), host, port, browser)
+    open_app(policy, url, revision, host=host, port=port, in_browser=browser)
 
 
 @app.command(

@@ -13,7 +13,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -41,13 +41,14 @@ class Fields:
 
     Attributes:
         where: Its module and name, as "package.module:Name".
-        shown: Fields that are options of their own; None for all, without --set and --config.
-        hidden: Fields that the command's own arguments set.
+        shown: Names of fields that are options of their own, with blanks between them; None for
+            all, without --set and --config.
+        hidden: Names of fields that the command's own arguments set.
     """
 
     where: str
-    shown: Sequence[str] | None = ()
-    hidden: Sequence[str] = ()
+    shown: str | None = ""
+    hidden: str = ""
 
     def load(self) -> Any:
         """The dataclass."""
@@ -59,7 +60,8 @@ class Fields:
         cls = self.load()
         kinds = typing.get_type_hints(cls)
         told, said = {one.name: one for one in dataclasses.fields(cls)}, _said_of(cls)
-        names = [n for n in told if n not in self.hidden] if self.shown is None else self.shown
+        free = [name for name in told if name not in self.hidden.split()]
+        names = free if self.shown is None else self.shown.split()
         options = [_option(told[name], kinds[name], said.get(name, "")) for name in names]
         if self.shown is not None:
             others = f"Any other field of {cls.__name__}: field=value. Repeatable."
@@ -104,7 +106,7 @@ class Fields:
                 near = difflib.get_close_matches(str(name), names, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise typer.BadParameter(f"{cls.__name__} has no field {name!r}.{hint}")
-            if name in self.hidden:
+            if name in self.hidden.split():
                 raise typer.BadParameter(
                     f"{name} is said by an argument of this command, not here."
                 )
@@ -145,7 +147,7 @@ class LazyGroup(TyperGroup):
         called.__annotations__ = {one.name: one.annotation for one in parameters}
         called.__doc__ = function.__doc__
         alone = typer.Typer(add_completion=False)
-        alone.command(command.name, context_settings=command.context_settings)(called)
+        alone.command(command.name, context_settings=dict(command.context_settings))(called)
         return name, typer.main.get_command(alone), rest
 
 

@@ -32,7 +32,9 @@ from modeling_ospruner.formats_ospruner import BREAK, ReasoningFormat, TokenForm
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.choosing import unsteady
-from ospruner.formats import check_blanks, guess
+from ospruner.eval.problems.problem import Problem, user_message
+from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.formats import check_blanks, guess, named
 from ospruner.provenance import check_place
 
 _NEEDED = ("torch", "transformers", "huggingface_hub", "safetensors")
@@ -92,19 +94,20 @@ class Diagnosis:
 def examine(
     subject: str | None = None,  # a folder or a Hub id
     revision: str | None = None,
-    reasoning_format: ReasoningFormat | None = None,  # of a base; None guesses it
+    format_name: str | None = None,  # of a base, or a .json; None guesses it
 ) -> Diagnosis:
     """Looks at the environment and, where given, at a base."""
     report = Diagnosis(subject, {"Environment": list(environment())})
     if subject is None:
         return report
     check_place("the subject", subject)
+    chosen = None if format_name is None else named(format_name)
     report.sections[f"Base {subject}"] = found = list[Finding]()
     config = _configuration(subject, revision, found)
     if config is not None:
         found += _architecture(config)
         found += [_weight_files(subject, revision), _end_of_text(subject, revision, config)]
-        report.sections["Thinking"] = list(_thinking(subject, revision, config, reasoning_format))
+        report.sections["Thinking"] = list(_thinking(subject, revision, config, chosen))
     return report
 
 
@@ -288,7 +291,10 @@ def understood(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> Iterator
     def each(ids: Iterable[int]) -> str:
         return ", ".join(shown([i]) for i in ids) or "nothing"
 
-    prompt, marker = _prompt(fmt, tokenizer), fmt.end_marker
+    def unfit(value: str, advice: str) -> Finding:
+        return Finding("fit", value, "wrong", advice)
+
+    prompt, marker = list[int](), fmt.end_marker
     blank = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]  # end a step by themselves
     end, cut = list(fmt.think_end_ids), ""
     if marker is not None:
@@ -307,7 +313,13 @@ def understood(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> Iterator
     yield Finding("ends a text", each(fmt.eos_ids))
     count = f"{len(blank)} of {len(fmt.kinds)} tokens hold a blank line"
     yield Finding("step ends", f"{count}: {each(blank[:_SHOWN])} ...")
-    yield Finding("example prompt", repr(tokenizer.decode(prompt, skip_special_tokens=False)))
+    try:
+        asked = user_message(Problem("", _PROBLEM, ""), fmt.format)
+        prompt = prompt_token_ids("example", asked, tokenizer, fmt)
+        yield Finding("example prompt", repr(tokenizer.decode(prompt, skip_special_tokens=False)))
+    except ValueError as error:  # it says what to do after a colon
+        value, _, advice = str(error).rpartition(": ")
+        yield unfit(value, advice)
     # As a model would write it: it opens the thinking if the prompt does not.
     opening = fmt.think_start_ids
     tail = prompt[-len(opening) - 2 :]
@@ -320,20 +332,7 @@ def understood(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> Iterator
         yield Finding("example step", f"{text!r}  ends after {stop} tokens")
         begin = stop
 
-    def unfit(value: str, advice: str) -> Finding:
-        return Finding("fit", value, "wrong", advice)
-
-    if tokenizer.chat_template is None:
-        yield unfit(
-            "the tokenizer has no chat template",
-            "set tokenizer.chat_template, or write prompts raw and end them with think_start",
-        )
-    elif fmt.thinking_span(prompt).closed:
-        yield unfit(
-            f"the chat template's prompt already closes the thinking ({fmt.format.think_end!r})",
-            "choose its thinking mode, such as ospruner label --template-arg enable_thinking=true",
-        )
-    elif not fmt.header_ids:
+    if prompt and not fmt.header_ids:
         yield unfit(
             "the chat template appends nothing that opens the model's turn",
             "in a chat of several turns, its thinking is looked for behind the last end of a text",
@@ -355,17 +354,3 @@ def understood(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> Iterator
             "no token contains a blank line",
             "steps end only at '\\n' after a token that ends with '\\n'",
         )
-
-
-def _prompt(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of a small problem, asked as labelling asks it; without a chat template, raw."""
-    asked = f"{_PROBLEM}\n\n{fmt.format.user_instruction}"
-    text: Any = f"{asked}\n{fmt.format.think_start}"
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": asked}],
-            add_generation_prompt=True,
-            tokenize=False,
-            **fmt.format.template_arguments,
-        )
-    return list(tokenizer.encode(text, add_special_tokens=False))

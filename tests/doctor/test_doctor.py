@@ -24,7 +24,7 @@ from ospruner.doctor.examination import Diagnosis, examine, understood
 from ospruner.doctor.plan import GIB, Plan, Workload, plan_for
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.problems.task import Math
-from ospruner.formats import DEEPSEEK_R1, HARMONY, PRESETS, named
+from ospruner.formats import DEEPSEEK_R1, PRESETS, named
 from ospruner.train.labels.label import LabelConfig, read_format
 
 from ..broken_tensors import Change, drop, edit, pickle_only, put
@@ -77,7 +77,7 @@ def no_end(folder: Path) -> None:
     [
         (pickle_only, "weights", "no safetensors, but pytorch_model.bin"),
         (drop("model.safetensors"), "weights", "no weights"),
-        (no_thinking, "fit", "already closes the thinking ('</think>')"),
+        (no_thinking, "fit", "already closes the thinking ('</think>"),
         (no_end, "ends a text", "no eos_token_id"),
         (edit(vocab_size=100), "vocabulary", "the model 100"),
         (edit(model_type="nonesuch"), "architecture", "nonesuch"),
@@ -140,7 +140,7 @@ def test_what_may_surprise_in_a_base_is_said(
 
 
 def test_a_format_that_does_not_fit(base: Path) -> None:
-    (found,) = examine(str(base), reasoning_format=HARMONY).wrong
+    (found,) = examine(str(base), format_name="harmony").wrong
     assert (found.name, found.level) == ("format", "wrong")
     assert "think_end '<|end|>'" in found.value
     assert "--format" in found.advice

@@ -41,7 +41,7 @@ class Settings:
     out: str = ""
 
 
-FIELDS = Fields(f"{__name__}:Settings", shown=("price", "limit", "urls", "quick"), hidden=("out",))
+FIELDS = Fields(f"{__name__}:Settings", shown="price limit urls quick", hidden="out")
 made_up = typer.Typer(cls=LazyGroup, add_completion=False)
 seen: dict[str, Any] = {}
 
