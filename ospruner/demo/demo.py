@@ -175,7 +175,7 @@ class _Demo(Rounds):
             "promise": self.best.promise,
             "claims": claims(report.results, promise, self.max_loss),
         }
-        report = dataclasses.replace(report, about=report.about | about)
+        report = dataclasses.replace(report, about={**report.about, **about})
         report.results.save(policy / RESULTS_FILE)
         return report, promise
 
