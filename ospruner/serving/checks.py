@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, position_switch
 from modeling_ospruner.modeling_ospruner import (
@@ -17,7 +18,7 @@ from modeling_ospruner.modeling_ospruner import (
     empty_policy,
     read_tensors,
 )
-from modeling_ospruner.policy_ospruner import ADAPTER_SCALE
+from modeling_ospruner.policy_ospruner import ADAPTER_SCALE, StoppingPolicy
 from ospruner.bases import empty_base
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -98,12 +99,23 @@ def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None
         check_fingerprint(config, where, base_fingerprint(where, revision, cache_dir=download_dir))
 
 
+def stored_tail(
+    config: OSPrunerConfig, own: Mapping[str, torch.Tensor]
+) -> tuple[StoppingPolicy, dict[str, torch.Tensor]]:
+    """A policy without weights, and its tail's as checkpoints name and stack them.
+
+    Engines' models read no other form.
+    """
+    policy = empty_policy(config, empty_base(config.get_text_config()))
+    named = {name.removeprefix("tail."): own[name] for name in own if name.startswith("tail.")}
+    return policy, revert_weight_conversion(policy.tail, named)
+
+
 def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
     """How the pinned base's checkpoint is quantised; None where it is not."""
     where, revision = config.base_model_name_or_path, config.base_revision
     stored = AutoConfig.from_pretrained(where, revision=revision)
-    found: dict[str, object] | None = vars(stored).get("quantization_config")
-    return found
+    return vars(stored).get("quantization_config")
 
 
 def base_weights(weights: Weights, config: OSPrunerConfig, own: dict[str, torch.Tensor]) -> Weights:

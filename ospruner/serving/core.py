@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 GRAMMAR = "a grammar"
 """What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
 
+IN_THINKING = f"{GRAMMAR}, which holds in the thinking already"
+
 
 @dataclass(eq=False)
 class ServedRow:
@@ -326,7 +328,7 @@ class RowCore:
                 one.row.forced.clear()
                 one.row.end()
                 one.record.reason, one.told = "length", (0, 0)
-                self._off(f"{GRAMMAR}, which holds in the thinking already")
+                self._off(IN_THINKING)
 
 
 @functools.cache  # said once

@@ -7,7 +7,7 @@ To vLLM they stand in `vllm_xargs` (offline in `SamplingParams(extra_args=...)`)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import (
@@ -26,19 +26,18 @@ ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 DIAL = "stop_efforts"  # likewise: by effort a price, or a threshold of a policy of one price
-MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
-PRICE = "stop_price"
-WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
-OF_SERVERS = (MAX_LOSS, WIND_DOWN)
+# Likewise: what the policy promises, and whether a sentence holds markers, is known when it is
+# loaded.
+OF_SERVERS = ("stop_max_loss", "stop_wind_down")
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
-    PRICE: "price",
-    MAX_LOSS: "max_loss",
+    "stop_price": "price",
+    "stop_max_loss": "max_loss",
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
     "stop_answer": "answer",
-    WIND_DOWN: "wind_down",
+    "stop_wind_down": "wind_down",
     "stop_answer_sample": "answer_do_sample",
     "min_thinking_tokens": "min_thinking_tokens",
     "max_thinking_tokens": "max_thinking_tokens",
@@ -57,9 +56,8 @@ CALIBRATION_FIELDS: tuple[str, ...] = (
 )
 EFFORT_FIELDS: tuple[str, ...] = ("mode", "threshold", "price", "tokens", "share", "loss")
 
-OLD_PRICES = frozenset(("lambda", "length_penalty", "stop_length_penalty"))
-"""What other work, and generate's beams, call a price; refused with its name."""
-
+# What other work, and generate's beams, call a price; refused with its name.
+_OLD_PRICES = ("lambda", "length_penalty", "stop_length_penalty")
 _MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
 _LIKE_OURS = re.compile(
     r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|price)"
@@ -68,7 +66,6 @@ _LIKE_OURS = re.compile(
 _BUDGET = re.compile(  # what others call `max_thinking_tokens`, perhaps with what it stands in
     r"(?i)(?=.*(think|thought|reason))(?=.*(budget|token|length|limit))|(.*\.)?budget_?tokens\Z"
 )
-_OF_REQUESTS = frozenset((ON, ID, *KEYS))
 _EFFORT_NAMES = ("reasoning_effort", "reasoning.effort", "output_config.effort")
 """OpenAI's in chat and in responses, and Anthropic's."""
 
@@ -82,7 +79,6 @@ _BUDGET_NAMES = (  # vLLM's, Qwen's, llama.cpp's, Anthropic's, OpenRouter's
     *("thinking.budget_tokens", "reasoning.max_tokens"),
 )
 _SETTINGS = ("mode", "threshold", "price")  # what an effort says, or a promise
-_DRAWS = ("stop_seed", "stop_sample_index")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
 
 _CONTENT = (  # of a body: what its author names as he likes
@@ -92,10 +88,10 @@ _CONTENT = (  # of a body: what its author names as he likes
 _DEEPEST = 4  # of settings within settings
 
 
-def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Our keys and budgets of thinking in a body over HTTP, by dotted names, where nobody reads.
+def check_places(body: Mapping[str, Any], read: Collection[str], within: str) -> None:
+    """Refuses our keys and budgets of thinking in a body over HTTP where nobody reads them.
 
-    What is `read`, by such names, is left out with all that it holds.
+    What is `read`, by dotted names, is left out with all that it holds.
     """
     found: list[str] = []
 
@@ -107,11 +103,15 @@ def misplaced(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
             if isinstance(value, dict):
                 if path.count(".") < _DEEPEST:
                     walk(value, f"{path}.")
-            elif name in _OF_REQUESTS or _BUDGET.match(path):
+            elif name in (ON, ID) or name in KEYS or _BUDGET.match(path):
                 found.append(path)
 
     walk(body, "")
-    return sorted(found)
+    if found:
+        raise ValueError(
+            f"{shown(sorted(found))} would do nothing here: send it within {within}, a budget of "
+            "thinking as 'max_thinking_tokens'"
+        )
 
 
 def translated(
@@ -120,7 +120,7 @@ def translated(
     own: str,  # the budget that the engine reads itself there, likewise; it stays
     defaults: StopRequest,  # the server's, settled
     config: OSPrunerConfig,
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """What a body says of effort and of budgets, in others' dialects, as keys of the policy.
 
     An effort becomes the setting that the server's table holds for it; "none", in whatever words,
@@ -136,17 +136,14 @@ def translated(
         ValueError: a key has a wrong value, or nobody knows the effort.
     """
     sent = said_in(body, place)
-    if not isinstance(sent, Mapping | None):
-        return dict(body), None  # the engine's to refuse
-    keys = dict(sent or {})
+    keys = dict(sent) if isinstance(sent, Mapping) else {}
     request = StopRequest(keys, place)
     settings = request.settings(defaults)
-    if settings is None:
-        return dict(body), None
+    if settings is None or not isinstance(sent, Mapping | None):  # the engine's to refuse
+        return body, None
     effort = _effort(body)
     setting = defaults.efforts.get(effort or "", {})
     budgets = {path: one for path in _BUDGET_NAMES if type(one := said_in(body, path)) is int}
-    taken = [path for path, one in budgets.items() if path != own and one >= -1]
     caps = [one for one in budgets.values() if one >= 0]  # llama.cpp's -1 is none
     if caps := [*caps, *[0] * (effort == "none")]:
         keys = request.take_budget(keys, min(caps), defaults) or keys
@@ -156,7 +153,9 @@ def translated(
     for field in ("price",) if decided else _SETTINGS:
         if field in setting:
             keys.setdefault(f"stop_{field}", setting[field])
-    return _without(body, taken), keys if keys != (sent or {}) else None
+    for path, one in budgets.items():
+        body = replaced(body, path, None) if path != own and one >= -1 else body
+    return body, keys if keys != (sent or {}) else None
 
 
 def _effort(body: Mapping[str, Any]) -> str | None:
@@ -197,14 +196,13 @@ def said_in(body: object, path: str) -> Any:
     return body
 
 
-def _without(body: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
-    """A copy of a body without some dotted names."""
-    left = {name: value for name, value in body.items() if name not in paths}
-    for path in paths:
-        name, _, inner = path.partition(".")
-        if inner:
-            left[name] = _without(left[name], [inner])
-    return left
+def replaced(body: Any, path: str, value: Any) -> Any:
+    """A copy of a body of JSON with another value under a dotted name; None takes the name away."""
+    if not isinstance(body, Mapping):
+        return body  # the engine's to refuse
+    name, _, inner = path.partition(".")
+    new = replaced(body.get(name) or {}, inner, value) if inner else value
+    return {k: v for k, v in {**body, name: new}.items() if k != name or new is not None}
 
 
 class StopRequest:
@@ -223,20 +221,23 @@ class StopRequest:
     ) -> None:
         given, self._owner = extra or {}, owner
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
-        keys = [k for k in KEYS if k not in (_DRAWS if server else OF_SERVERS)]
+        others = ("stop_seed", "stop_sample_index") if server else OF_SERVERS
+        keys = [k for k in KEYS if k not in others]
         known = [ON, *((CONTROL, DIAL) if server else (ID,)), *keys]
-        said = self._flag(given, ON) if ON in given else None
-        others = () if said is False else (_BUDGET,)  # where the policy is off, another may read it
-        like = (_LIKE_OURS, *others)
-        bare = {**dict.fromkeys(OLD_PRICES, PRICE), **{KEYS[k]: k for k in keys}}
-        for k in () if said is False else bare.keys() & given.keys() - set(known):
-            raise ValueError(f"{owner}: {k} is written {bare[k]} here: send {bare[k]}")
-        if unknown := [k for k in given if k not in known and any(one.match(k) for one in like)]:
+        said = self._flag(ON, given[ON]) if ON in given else None
+        beside = [k for k in given if k not in known]
+        bare = dict.fromkeys(_OLD_PRICES, "stop_price") | {KEYS[k]: k for k in keys}
+        like = [_LIKE_OURS]
+        if said is not False:  # where the policy is off, another may read them
+            like.append(_BUDGET)
+            for k in filter(bare.get, beside):
+                raise ValueError(f"{owner}: {k} is written {bare[k]} here: send {bare[k]}")
+        if unknown := [k for k in beside if any(one.match(k) for one in like)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
         # Those of `StopPolicyConfig` that were given.
         self.fields: dict[str, Any] = {KEYS[k]: given[k] for k in keys if k in given}
-        if "stop_answer_sample" in given:
-            self.fields["answer_do_sample"] = self._flag(given, "stop_answer_sample")
+        if (flag := "stop_answer_sample") in given:
+            self.fields["answer_do_sample"] = self._flag(flag, given[flag])
         self.name: str | None = given.get(ID)  # under which its record can be read, if any
         if self.name is not None and not (
             isinstance(self.name, str)
@@ -256,7 +257,7 @@ class StopRequest:
             raise TypeError(f"{owner}: {DIAL} is {shown(self._dial)}; it must be a dict")
         # Whether the policy stops the request; None where it does not say. A server stops then.
         self.on = (bool(self.fields) or server or None) if said is None else said
-        mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
+        mode = self._made(self.fields).mode
         if mode is not None:  # also where a threshold alone says it
             self.fields["mode"] = mode
         if "first_sample_index" in self.fields and "seed" not in self.fields:
@@ -276,14 +277,14 @@ class StopRequest:
         """
         check_measured(config)
         if "max_loss" in self.fields:
-            kept = self._known(config, max_loss=self.fields.pop("max_loss"))
+            kept = self._made({"max_loss": self.fields.pop("max_loss")}, config)
             self.fields |= {name: vars(kept)[name] for name in _SETTINGS}
         self.check_price(config)
         self.efforts = {} if self._dial == {} else dict(config.efforts or {})
         for name, value in (self._dial or {}).items():
             check_choice(f"{self._owner}: {DIAL}", "a name", name, EFFORTS)
             self.efforts[name] = {"threshold" if config.prices is None else "price": value}
-            self._known(config, **self.efforts[name])
+            self._made(self.efforts[name], config)
         self.efforts = {
             name: {field: value for field, value in one.items() if value is not None}
             for name, one in self.efforts.items()
@@ -309,10 +310,7 @@ class StopRequest:
 
     def check_price(self, config: OSPrunerConfig) -> None:
         """Refuses a price that the policy does not know, naming it and those that it knows."""
-        self._known(config, price=self.fields.get("price"))
-
-    def _known(self, config: OSPrunerConfig, **fields: Any) -> StopPolicyConfig:
-        return self._in_keys(lambda: StopPolicyConfig(**fields).with_defaults(config))
+        self._made({"price": self.fields.get("price")}, config)
 
     def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
         """Refuses tools beside an answer that is forced into a box, which no call would fit in."""
@@ -367,16 +365,18 @@ class StopRequest:
         most = min(budget, settings.max_thinking_tokens or budget)
         return {**extra, "max_thinking_tokens": max(most, 1)}
 
-    def _flag(self, given: Mapping[str, Any], key: str) -> bool:
-        value = given[key]
+    def _flag(self, key: str, value: Any) -> bool:
         if isinstance(value, bool | int | str) and value in _FLAGS:
             return _FLAGS[value]
         raise ValueError(f"{self._owner}: {key} is {shown(value)}; it must be true or false")
 
-    def _in_keys(self, make: Callable[[], StopPolicyConfig]) -> StopPolicyConfig:
-        """Makes settings; an error about one of their fields is told in a request's words."""
+    def _made(
+        self, fields: Mapping[str, Any], config: OSPrunerConfig | None = None
+    ) -> StopPolicyConfig:
+        """Settings, with a policy's defaults; errors about fields are told in a request's words."""
         try:
-            return make()
+            made = StopPolicyConfig(**fields)
+            return made if config is None else made.with_defaults(config)
         except (TypeError, ValueError) as error:
             owner, _, message = str(error).partition(": ")  # stop_policy, and perhaps a note
             name = message.partition(" ")[0]

@@ -87,7 +87,7 @@ SGLANG = ServingEngine(
     install="pip install sglang==0.5.23 in an environment of its own, because its pins contradict "
     f"ours, and there `pip install --no-deps ospruner`; name its Python in {PYTHON_VARIABLE}",
     untested="OSPRUNER_UNTESTED_SGLANG",
-    plugin="ospruner.serving.sglang.hooks",
+    plugin="ospruner.serving.sglang.stopper",
 )
 
 register_vllm = VLLM.register

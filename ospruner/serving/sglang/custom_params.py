@@ -12,7 +12,7 @@ from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..requests import ID, StopRequest, misplaced, translated
+from ..requests import ID, StopRequest, check_places, translated
 
 OWNER = "custom_params"
 
@@ -61,11 +61,9 @@ def check_body(request: Any) -> None:
         sent = json.loads(body or "null")
     except (ValueError, RecursionError):
         return
-    if isinstance(sent, dict) and (beside := misplaced(sent, (OWNER, f"sampling_params.{OWNER}"))):
-        raise ValueError(
-            f"{shown(beside)} would do nothing here: send it within {OWNER!r} (in SGLang's own "
-            "dialect that of 'sampling_params'), a budget of thinking as 'max_thinking_tokens'"
-        )
+    if isinstance(sent, dict):
+        own = f"{OWNER!r} (in SGLang's own dialect that of 'sampling_params')"
+        check_places(sent, (OWNER, f"sampling_params.{OWNER}"), own)
 
 
 def read_chat(request: Any, config: OSPrunerConfig, parser: str | None) -> None:

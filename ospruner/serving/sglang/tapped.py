@@ -13,20 +13,28 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
 from ospruner.bases import empty_base
 
-from ..checks import Weights, Works, base_weights, check_policy, check_settings, quantisation
+from ..checks import (
+    Weights,
+    Works,
+    base_weights,
+    check_policy,
+    check_settings,
+    quantisation,
+    stored_tail,
+)
 from .custom_params import check_tuning
 
 _TAPS = ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture")  # both count alike
@@ -43,7 +51,7 @@ def class_of_base(text: Any) -> Any:
 def why_not(config: OSPrunerConfig, found: Any) -> str | None:
     """Why SGLang's model of a base (None for none) can have no policy beside it; None if it can.
 
-    What its layers are given is seen once it is made (`check_layer`).
+    What its layers are given is seen once it is made (`check_made`).
     """
     text = config.get_text_config()
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
@@ -59,26 +67,12 @@ def why_not(config: OSPrunerConfig, found: Any) -> str | None:
     return None
 
 
-def check_layer(layer: type[nn.Module]) -> None:
-    """Refuses layers that are given more than hidden states and the batch, as Gemma 3's are.
+def check_made(base: nn.Module, layers: Iterable[nn.Module], text: Any) -> None:
+    """Refuses what shows once SGLang has made the base.
 
     Raises:
-        ValueError: naming what they are given.
-    """
-    asked = inspect.signature(layer.forward).parameters.values()
-    needed = {one.name for one in asked if one.default is one.empty and one.name != "kwargs"}
-    if beside := sorted(needed.difference(_GIVEN)):
-        raise ValueError(
-            f"SGLang's {layer.__name__} is given {', '.join(beside)}, which a policy's layers "
-            "cannot be: serve it with vLLM (ospruner serve --engine vllm)"
-        )
-
-
-def check_windows(base: nn.Module, text: Any) -> None:
-    """Refuses a base that sees other tokens in SGLang than in transformers, as Mistral's with one.
-
-    Raises:
-        ValueError: naming both.
+        ValueError: it sees other tokens than in transformers, as Mistral's with a window, or its
+            `layers` are given more than hidden states and the batch, as Gemma 3's are.
     """
     wanted = [vars(one).get("sliding_window") for one in DynamicCache(config=text).layers]
     found: list[Any] = [one for one in base.modules() if type(one).__name__ == "RadixAttention"]
@@ -90,6 +84,14 @@ def check_windows(base: nn.Module, text: Any) -> None:
                 f"SGLang's {type(base).__name__} looks back over {seen or 'all'} tokens in layer "
                 f"{part.layer_id}, transformers' over {own or 'all'}: serve it with vLLM "
                 "(ospruner serve --engine vllm)"
+            )
+    for layer in layers:
+        asked = inspect.signature(type(layer).forward).parameters.values()
+        needed = {one.name for one in asked if one.default is one.empty and one.name != "kwargs"}
+        if beside := sorted(needed.difference(_GIVEN)):
+            raise ValueError(
+                f"SGLang's {type(layer).__name__} is given {', '.join(beside)}, which a policy's "
+                "layers cannot be: serve it with vLLM (ospruner serve --engine vllm)"
             )
 
 
@@ -119,15 +121,13 @@ class OSPrunerSGLang(nn.Module):
             )
         ]
         self.base: Any = found(text)
-        check_windows(self.base, text)
-        tap = next(tap for tap in _TAPS if tap in dir(self.base))
         first = text.num_hidden_layers - config.num_policy_layers
+        layers = self.base.model.layers[first:]
+        check_made(self.base, layers, text)
+        tap = next(tap for tap in _TAPS if tap in dir(self.base))
         getattr(self.base, tap)([first - 1])
         self.base.capture_aux_hidden_states = False  # they end here, and not in its logits' output
         self.base.model.register_forward_hook(self._tap)
-        layers = self.base.model.layers[first:]
-        for layer in layers:
-            check_layer(type(layer))
         self.layers = make_layers(
             len(layers),
             lambda idx, prefix: type(layers[idx])(text, layer_id=first + idx, prefix=prefix),
@@ -151,8 +151,7 @@ class OSPrunerSGLang(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         """The base's."""
-        found: nn.Module = self.base.get_input_embeddings()
-        return found
+        return self.base.get_input_embeddings()
 
     @torch.no_grad()
     def forward(
@@ -210,8 +209,7 @@ class OSPrunerSGLang(nn.Module):
             for layer in self.layers:
                 hidden = layer(batch.positions, hidden, batch)
             hidden = residual_batch.final_norm(hidden, batch, self.norm)
-        said: torch.Tensor = self.head(hidden.float())
-        return said
+        return self.head(hidden.float())
 
     def load_weights(self, weights: Weights) -> None:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
@@ -221,30 +219,24 @@ class OSPrunerSGLang(nn.Module):
         for place, module in (("head", self.head), ("tail.norm", self.norm)):
             for name, parameter in module.named_parameters():
                 parameter.data.copy_(own.pop(f"{place}.{name}"))
-        self._fill(own)
-        # Never trained: it shows which base the policy was made for.
-        where = self._config.base_model_name_or_path
-        check_norm(self.norm.weight, theirs, "norm.weight", self._config, where)
-
-    def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fills the copies as the base is filled: they take the places of its layers meanwhile."""
         for part in self.layers.modules():  # of which queries alone are loaded
             if type(part).__name__ == "QKVParallelLinear":
                 for unread in part.parameters():
                     unread.data.zero_()
-        policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
-        assert policy.tail is not None
-        named = {name.removeprefix("tail."): one for name, one in tensors.items()}
-        stored = revert_weight_conversion(policy.tail, named)
+        # The copies are filled as the base is: they take the places of its layers meanwhile.
+        policy, stored = stored_tail(self._config, own)
         places = self.base.model.layers
-        theirs = {number: places[number] for number in policy.copied}
+        usual = {number: places[number] for number in policy.copied}
         for number, layer in zip(policy.copied, self.layers, strict=True):
             places[number] = layer
         self.base.load_weights(
             (f"model.{policy.name_in_base(name)}", one) for name, one in stored.items()
         )
-        for number, layer in theirs.items():
+        for number, layer in usual.items():
             places[number] = layer
+        # Never trained: it shows which base the policy was made for.
+        where = self._config.base_model_name_or_path
+        check_norm(self.norm.weight, theirs, "norm.weight", self._config, where)
 
 
 _WORKS: Works = {

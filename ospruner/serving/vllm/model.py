@@ -4,6 +4,8 @@ The base is vLLM's own model, compiled as vLLM compiles it. Its EAGLE-3 tap give
 L-n; the tail runs on that after it, compiled by itself as EAGLE heads are, on layers of the base's
 own class whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and
 preemption hold for both. Drafts may be made from the same tap (EAGLE-3): it gives what both read.
+
+A policy of queries only reads the base's pages where steps end (`Pages`).
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import SupportsEagle3, is_hybrid
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm, empty_policy
 from ospruner.bases import empty_base
 
-from ..checks import Weights, base_weights, check_base_weights, quantisation
-from .pages import Pages, most_tokens
+from ..checks import Weights, base_weights, check_base_weights, quantisation, stored_tail
 from .plugin import architecture
 from .servable import TAPPED, check_start, check_windows, class_of_base
 
@@ -99,7 +103,8 @@ class _Tail(nn.Module):
                     f"vLLM's {type(theirs).__name__} cannot be copied for a policy ({error}): "
                     "generate with transformers"
                 ) from error
-            unlike = _weights_of(own) ^ _weights_of(theirs)
+            shapes = [{(k, v.shape) for k, v in one.named_parameters()} for one in (own, theirs)]
+            unlike = shapes[0] ^ shapes[1]
             if unlike and unquantised:
                 raise ValueError(
                     f"vLLM's {type(theirs).__name__} is another behind the base's last layer "
@@ -126,15 +131,124 @@ class _Tail(nn.Module):
                 hidden = layer(positions=positions, hidden_states=hidden)
             if number in self._added_to:
                 hidden = hidden + added[self._added_to.index(number)]
-        if residual is None:
-            last: torch.Tensor = self.norm(hidden)
-            return last
-        hidden, _ = self.norm(hidden, residual)
-        return hidden
+        return self.norm(hidden) if residual is None else self.norm(hidden, residual)[0]
 
 
-def _weights_of(layer: nn.Module) -> set[tuple[str, torch.Size]]:
-    return {(name, one.shape) for name, one in layer.named_parameters()}
+class Pages:
+    """Asks a tail of queries only, copies of the base's last layers, about rows of the batch.
+
+    The tail's attention has no pages: it shares those of the base's layer of the same number
+    (`kv_sharing_target_layer_name`), which vLLM has filled by the time that a token is sampled.
+    vLLM prepares its attention at each step, and that only notes where each row's pages are; once
+    rows have ended a step, the layers run on these rows, one token each, after the base's forward
+    and outside of its graphs. Nothing is computed for all other rows, and nothing stays from one
+    step to the next: chunked prefill, prefix caching and preemption are the base's.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, tail: Any, base_layers: Sequence[nn.Module], columns: int
+    ) -> None:
+        self._config, self._tail = vllm_config, tail
+        self._layers = dict(map(_share_pages, tail.layers, base_layers))
+        # Filled by copying, which a graph records: what a replay computes lands here, too.
+        dtype = vllm_config.model_config.dtype
+        self._entering = torch.zeros(_most_tokens(vllm_config), columns, dtype=dtype)  # (T, R)
+        for module in tail.modules():
+            if isinstance(module, QKVParallelLinear):  # of which queries alone are loaded
+                for parameter in module.parameters():
+                    parameter.data.zero_()
+
+    def keep(self, entering: torch.Tensor) -> None:
+        """Keeps what a tail reads (`StoppingPolicy.outputs`), (T, R), until rows are asked."""
+        self._entering[: entering.shape[0]].copy_(entering)
+
+    def ends(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows end, whose places in vLLM's batch are (K,) int64.
+
+        It gives their lengths, (K,) int32, and the places of their last tokens in the step, (K,).
+        """
+        batch = next(iter(self._layers.values())).batch
+        return batch.seq_lens[rows], batch.query_start_loc[1:][rows] - 1
+
+    def hidden(
+        self,
+        rows: torch.Tensor,  # the places of their rows in the batch, (K,) int64
+        lengths: torch.Tensor,  # of the texts that end with them, (K,) int32
+        places: torch.Tensor,  # theirs in the step, (K,)
+    ) -> torch.Tensor:
+        """What the head reads of tokens of vLLM's batch, (K, H), after the final norm."""
+        attention, count = {}, len(rows)
+        starts, device = torch.arange(count + 1, dtype=torch.int32), lengths.device
+        for name, noted in self._layers.items():
+            asked = CommonAttentionMetadata(
+                query_start_loc=starts.to(device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=count,
+                num_actual_tokens=count,
+                max_query_len=1,
+                max_seq_len=noted.batch.max_seq_len,
+                block_table_tensor=noted.batch.block_table_tensor[rows],
+                slot_mapping=torch.full((count,), -1, device=device),  # nothing is written
+            )
+            attention[name] = noted.made.build_for_rows(asked)
+        entering = self._entering[places.long()].split(self._tail.config.hidden_size, dim=1)
+        with set_forward_context(
+            attention, self._config, num_tokens=count, slot_mapping={}, skip_compiled=True
+        ):
+            # Experts find themselves by counting; those of the base come first.
+            context = get_forward_context()
+            named = context.all_moe_layers or []
+            own = [i for i, one in enumerate(named) if one.startswith("tail.")]
+            context.moe_layer_index = own[0] if own else 0
+            return self._tail.forward(lengths.long() - 1, entering[0], entering[1:])
+
+
+def _share_pages(layer: nn.Module, base_layer: nn.Module) -> tuple[str, Any]:
+    """Lets a layer of the tail attend to the pages of the base's of the same number.
+
+    It gives the name of its attention and what vLLM prepares this with, which notes the batch.
+    """
+    [own], [theirs] = (
+        [one for one in each.modules() if isinstance(one, Attention)]
+        for each in (layer, base_layer)
+    )
+    usual: Any = own.attn_backend.get_builder_cls()
+
+    class Builder(usual):
+        """Notes the batch in place of preparing attention for all of its rows."""
+
+        supports_update_block_table = False  # of what it did not prepare
+        made: Any = None  # the one of these that vLLM has made
+        batch: Any = None  # of this step, with its block table (`CommonAttentionMetadata`)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            Builder.made = self
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            Builder.batch = common_attn_metadata
+            return common_attn_metadata
+
+        def build_for_rows(self, rows: CommonAttentionMetadata) -> Any:
+            return super().build(0, rows)
+
+    # By its own name, so that each layer is an attention group of its own.
+    name = f"OSPruner{own.layer_name.replace('.', '_')}"
+    own.attn_backend = subclass_attention_backend(name, own.attn_backend, Builder)
+    for one in (own, own.impl):
+        one.kv_sharing_target_layer_name = theirs.layer_name
+    return own.layer_name, Builder
+
+
+def _most_tokens(vllm_config: VllmConfig) -> int:
+    """Of a step, or of a graph, up to whose size a batch is padded."""
+    return max(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+    )
 
 
 class OSPrunerVLLM(nn.Module, SupportsEagle3):
@@ -147,8 +261,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         super().__init__()
         config: OSPrunerConfig = vllm_config.model_config.hf_config
         check_start(vllm_config)
-        self._config = config
-        self._download_dir = vllm_config.load_config.download_dir
+        self._config, self._download_dir = config, vllm_config.load_config.download_dir
         text = config.get_text_config()
         self.secondary_weights = [
             DefaultModelLoader.Source(
@@ -162,7 +275,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         own = _for_base(vllm_config, [name])
         prefix = maybe_prefix(prefix, "base")
         try:
-            base: Any = initialize_model(own, prefix=prefix, model_class=TAPPED.get(name))
+            base = initialize_model(own, prefix=prefix, model_class=TAPPED.get(name))
         except AttributeError as error:  # as of MiMo V2 Flash's
             raise ValueError(
                 f"vLLM's {name} is not made of transformers' configuration ({error}): generate "
@@ -186,7 +299,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
                     unquantised=own.quant_config is None,
                 )
         self.set_aux_hidden_state_layers(())
-        self._v2, tokens = vllm_config.use_v2_model_runner, most_tokens(vllm_config)
+        self._v2, tokens = vllm_config.use_v2_model_runner, _most_tokens(vllm_config)
         outputs = 1 if config.prices is None else 1 + PRICE_RAMPS
         self.head = StopHead(text.hidden_size, outputs, tokens if self._v2 else 0)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
@@ -199,8 +312,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
     def get_model_state_cls(self) -> type:
         """What model runner V2 keeps beside the model."""
         name = "HybridArrivals" if is_hybrid(self.base) else "Arrivals"
-        found: type = vars(importlib.import_module(f"{__package__}.runner_v2"))[name]
-        return found
+        return vars(importlib.import_module(f"{__package__}.runner_v2"))[name]
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
@@ -218,8 +330,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
 
     def get_language_model(self) -> nn.Module:
         """The base, whose embeddings and head a drafter shares."""
-        found: nn.Module = self.base
-        return found
+        return self.base
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Sets the layers whose entering states a drafter reads; the policy's stays tapped."""
@@ -230,8 +341,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The base's token embeddings."""
-        embedded: torch.Tensor = self.base.embed_input_ids(input_ids)
-        return embedded
+        return self.base.embed_input_ids(input_ids)
 
     def forward(
         self,
@@ -258,18 +368,12 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
             if self._v2:
                 self.head.outputs[: len(said)].copy_(said)
             else:
-                hidden = self._behind(hidden, said, positions)
+                # V1 picks the rows that it samples, and tells nobody which these are: behind hidden
+                # states, in columns of their dtype, stand the bits of what the head says, float32,
+                # and of positions, int32.
+                told = [said.view(torch.int32), positions[:, None].to(torch.int32)]
+                hidden = torch.cat([hidden, torch.cat(told, dim=1).view(hidden.dtype)], dim=1)
         return (hidden, [at[i] for i in self._drafted]) if self._drafted else hidden
-
-    @staticmethod
-    def _behind(hidden: torch.Tensor, said: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states with what the head says and with positions behind them.
-
-        Their bits, of float32 and int32, in columns of the hidden states' dtype: V1 picks the rows
-        that it samples, of both at once, and tells nobody which these are.
-        """
-        told = torch.cat([said.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
-        return torch.cat([hidden, told.view(hidden.dtype)], dim=1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The base's logits of rows of `forward`; in V1, the head keeps what it said of them."""
@@ -280,8 +384,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
             self.head.positions = told[:, -1]
             # Contiguous, so that the base computes with the very same kernel as without a policy.
             hidden = hidden[:, :size].contiguous()
-        logits: torch.Tensor | None = self.base.compute_logits(hidden)
-        return logits
+        return self.base.compute_logits(hidden)
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
@@ -299,14 +402,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
 
     def _fill(self, tail: _Tail, own: Mapping[str, torch.Tensor]) -> set[str]:
         """Fills the tail as vLLM fills the base, in whose decoder it stands meanwhile."""
-        policy = empty_policy(self._config, empty_base(self._config.get_text_config()))
-        assert policy.tail is not None
-        named = {
-            name.removeprefix("tail."): one for name, one in own.items() if name.startswith("tail.")
-        }
-        # As checkpoints name and stack them: vLLM's models read no other form.
-        stored = revert_weight_conversion(policy.tail, named)
-        model = self.base.model
+        stored, model = stored_tail(self._config, own)[1], self.base.model
         # Set in place: a module that goes and comes back is last, and shared layers change names.
         usual = {part: getattr(model, part) for part in ("config", "layers", "norm")}
         for part in usual:

@@ -6,35 +6,41 @@ budget, would do nothing, and adds to replies how their thinking ended. vLLM loa
 `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus counts where the engine
 runs. A server's `/metrics` sees the counters where vLLM and they share a folder,
 `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
+The requests of the control group think to their end. Where the policy would have stopped one, a
+short request of its own forces the answer there, after the reply was sent, and is compared.
 """
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import json
 import re
 import uuid
 from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import SamplingParams, TokensPrompt
+from vllm.logger import init_logger
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..core import GRAMMAR, ServedRow, log_off
-from ..drift import observed
-from ..requests import ID, KEYS, ON, StopRequest, misplaced, said_in, translated
-from .controls import ControlWatch
+from ..core import GRAMMAR, IN_THINKING, ServedRow, format_of, log_off
+from ..drift import Drift, answers_differ, observed
+from ..requests import ID, KEYS, ON, StopRequest, check_places, replaced, said_in, translated
 from .plugin import HARMONY_PARSER, REPLY, Defaults, parser_of
 
+logger = init_logger("vllm.ospruner")  # vLLM's own are the ones that its servers write
 _TOKENS_ROUTE = "/inference/v1/generate"  # whose bodies hold vLLM's own `SamplingParams`
-_BEAMS, _IN_THINKING = "beam search", f"{GRAMMAR}, which holds in the thinking already"
-_OFF_HEADER = b"x-ospruner-policy"
+_BEAMS = "beam search"
 _TEXTS = {"prompt", "messages", "input", "token_ids"}  # one of which a request for texts has
+_FORMATS = ("response_format", "text.format", "output_config.format")  # of answers
 _IN_REPLIES = ("reason", "thinking_tokens", "price")
 # In the dialects that vLLM speaks, of a stream's piece with which a text ends.
 _ENDS = re.compile(rb'"(finish|stop)_reason": ?"|"type": ?"response\.(completed|incomplete)"')
@@ -59,6 +65,19 @@ _PROMISED = Counter(
     ("max_loss", "confidence", "signal", "bin"),
 )
 _OFF = Counter("ospruner_policy_off_total", "Requests without their policy, by why", ("why",))
+_PROMISE = ("max_loss", "confidence", "allowed")
+_COMPARED = Counter(
+    "ospruner_control_answers_total",
+    "Control requests whose pruned answer was compared with the one at the end",
+    (*_PROMISE, "differs"),
+)
+_EVIDENCE = Gauge(
+    "ospruner_drift_evidence",
+    "The highest so far that more answers differ than allowed; alarms at 2 / (1 - confidence)",
+    _PROMISE,
+    multiprocess_mode="livemax",
+)
+_UNLIMITED = 64  # tokens of a pruned answer, where the policy's settings limit none
 
 
 def count_off(why: str) -> None:
@@ -110,16 +129,12 @@ def check_body(
     place, own = _places(path)
     extra = said_in(body, place)
     extra = extra if isinstance(extra, dict) else {}
-    read = (place, own)
-    if beside := misplaced(body, read):
+    check_places(body, (place, own), repr(place))
+    beams = body.get("use_beam_search")
+    if beams and (asked := sorted({ON, ID, *KEYS}.intersection(extra))):
         raise ValueError(
-            f"{shown(beside)} would do nothing here: send it within {place!r}, a budget of "
-            "thinking as 'max_thinking_tokens'"
-        )
-    if body.get("use_beam_search") and (asked := sorted({ON, ID, *KEYS}.intersection(extra))):
-        raise ValueError(
-            f"use_beam_search is {shown(body['use_beam_search'])}, and {place} has {asked}: "
-            "beam search does not stop with the policy; leave one of them out"
+            f"use_beam_search is {shown(beams)}, and {place} has {asked}: beam search does not "
+            "stop with the policy; leave one of them out"
         )
     request = StopRequest(extra, place)
     request.check_price(config)
@@ -135,21 +150,17 @@ def check_body(
     request.check_tools(tools, choice, defaults)
     if request.settings(defaults) is None:
         return None
-    if body.get("use_beam_search"):
-        return _BEAMS
-    formats = [
-        said_in(body, one) for one in ("response_format", "text.format", "output_config.format")
-    ]
+    holder = said_in(body, "sampling_params") if path == _TOKENS_ROUTE else body
+    formats = (said_in(body, one) for one in _FORMATS)
     formatted = any(isinstance(one, dict) and one.get("type", "text") != "text" for one in formats)
     called = tools and choice not in ("auto", "none")
-    holder = said_in(body, "sampling_params") if path == _TOKENS_ROUTE else body
-    holder = holder if isinstance(holder, dict) else {}
-    if holder.get("allowed_token_ids"):
-        why: str | None = "allowed_token_ids"
-    elif formatted or called or holder.get("structured_outputs"):
-        why = _IN_THINKING if body.get("include_reasoning") is False else grammars
-    else:
-        return None
+    why = None
+    if beams:
+        why = _BEAMS
+    elif said_in(holder, "allowed_token_ids"):
+        why = "allowed_token_ids"
+    elif formatted or called or said_in(holder, "structured_outputs"):
+        why = IN_THINKING if body.get("include_reasoning") is False else grammars
     if request.on and why is not None:
         raise ValueError(
             f"{place} asks for the policy, and the request has {why}: they exclude each other; "
@@ -215,10 +226,9 @@ class _Bodies:
             return
         if why == _BEAMS:  # an engine counts the others itself
             count_off(why)
-        headers = [] if why is None else [(_OFF_HEADER, f"off: {why}".encode())]
-        chat, watch = scope["path"].endswith("/chat/completions"), state.ospruner_controls
-        reply = _ToldReply(send, state.ospruner_engine, watch, name, headers, chat)
-        await self._app(scope, again, reply)
+        headers = [] if why is None else [(b"x-ospruner-policy", f"off: {why}".encode())]
+        chat = scope["path"].endswith("/chat/completions")
+        await self._app(scope, again, _ToldReply(send, state, name, headers, chat))
 
 
 @dataclass
@@ -229,17 +239,13 @@ class _ToldReply:
     """
 
     send: Send
-    engine: Any
-    controls: ControlWatch
+    state: Any  # of the app
     name: str | None  # the reply's; None where nothing is added
     headers: list[tuple[bytes, bytes]]  # that it gets
     chat: bool
-
-    def __post_init__(self) -> None:
-        self._start: Message = {}
-        self._whole = False  # or a stream
-        self._held = b""
-        self._ended = 0  # texts of a stream
+    start: Message | None = None  # of a whole reply, kept until its length is known
+    held: bytes = b""  # of a whole reply
+    ended: int = 0  # texts of a stream
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -247,28 +253,28 @@ class _ToldReply:
             kind = dict(message["headers"]).get(b"content-type", b"")
             if message["status"] != 200 or not kind.startswith((b"application/json", b"text/ev")):
                 self.name = None
-            self._start, self._whole = message, self.name is not None and b"json" in kind
-            if not self._whole:
+            if self.name is None or b"json" not in kind:
                 await self.send(message)
+            else:
+                self.start = message
             return
         body: bytes = message.get("body", b"")
-        body = apart(body) if self.chat else body
-        if self._whole:
-            self._held += body
-            if message.get("more_body"):
-                return
-            said = await _ask(self.engine, REPLY, str(self.name))
-            self.controls.take(one["fork"] for one in said)
-            body = _with(self._held, said)
-            length = (b"content-length", str(len(body)).encode())
-            others = [one for one in self._start["headers"] if one[0] != length[0]]
-            await self.send({**self._start, "headers": [*others, length]})
-        elif self.name is not None and _ENDS.search(body):
-            said, self._ended = await _ask(self.engine, REPLY, str(self.name)), self._ended + 1
-            if self._ended == len(said):
-                self.controls.take(one["fork"] for one in said)
-            if self._ended >= len(said):
+        body = self.held + (apart(body) if self.chat else body)
+        if self.start is not None and message.get("more_body"):
+            self.held = body
+            return
+        if self.name is not None and (self.start is not None or _ENDS.search(body)):
+            said = await _ask(self.state.ospruner_engine, REPLY, self.name)
+            self.ended += 1
+            texts = len(said) if self.start is None else 1
+            if self.ended == texts:
+                self.state.ospruner_controls.take(one["fork"] for one in said)
+            if self.ended >= texts:
                 body = _with(body, said)
+        if self.start is not None:
+            length = (b"content-length", str(len(body)).encode())
+            others = [one for one in self.start["headers"] if one[0] != length[0]]
+            await self.send({**self.start, "headers": [*others, length]})
         await self.send({**message, "body": body})
 
 
@@ -286,6 +292,62 @@ async def _ask(engine: Any, *what: Any) -> list[dict[str, Any]]:
     told = await engine.collective_rpc("ospruner_told", args=what)
     found: list[dict[str, Any]] = told[0]
     return found
+
+
+class ControlWatch:
+    """Takes what is told of control requests, and follows each promise."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine  # vLLM's client
+        self._drifts: dict[tuple[str, ...], Drift] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    def take(self, forks: Iterable[Mapping[str, Any] | None]) -> None:
+        """Begins to compare; see `ServedRow.fork`."""
+        for fork in forks:
+            if fork is not None:
+                task = asyncio.create_task(self._compare(fork))
+                self._running.add(task)  # a loop holds its tasks weakly
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a control request's answers could not be compared: %s", error)
+
+    async def _compare(self, fork: Mapping[str, Any]) -> None:
+        whole = pruned = self._answer(fork["answer_ids"])
+        if fork["ids"] is not None:  # where the policy would have stopped: greedy, and without it
+            most, ids = fork["max_tokens"] or _UNLIMITED, list[int]()
+            params = SamplingParams(temperature=0.0, max_tokens=most, extra_args={ON: False})
+            prompt = TokensPrompt(prompt_token_ids=list(fork["ids"]))
+            name = f"ospruner-{uuid.uuid4().hex}"
+            async for output in self._engine.generate(prompt, params, name):
+                ids = output.outputs[0].token_ids
+            pruned = self._answer(ids)
+        promise = fork["promise"]
+        allowed = min(promise["disagreement"] + promise["max_loss"], 0.99)
+        labels = (str(promise["max_loss"]), str(promise["confidence"]), f"{allowed:.4f}")
+        # The other half of the chance is that the calibration saw too few differ.
+        drift = self._drifts.setdefault(labels, Drift(allowed, (1 - promise["confidence"]) / 2))
+        known = bool(drift.alarmed[0])
+        drift.see(differs := answers_differ(whole, pruned))
+        _COMPARED.labels(*labels, "yes" if differs else "no").inc()
+        _EVIDENCE.labels(*labels).set(float(drift.highest[0]))
+        if drift.alarmed[0] and not known:
+            logger.warning(
+                "the promise of max_loss %s may no longer hold: of %d control requests %d have "
+                "another answer where the policy stops than at the end, %.1f %% are allowed; "
+                "calibrate on today's problems, or ask for a more careful price",
+                *(promise["max_loss"], drift.seen, drift.differed[0], 100 * allowed),
+            )
+
+    def _answer(self, ids: Sequence[int]) -> str:
+        """What stands in the box; all of it where it does not close."""
+        fmt = format_of(self._engine.model_config.tokenizer)
+        box = fmt.box_state()
+        closed = (i for i, token in enumerate(ids, start=1) if box.push(token))
+        return str(fmt.text(ids[: next(closed, None)]))
 
 
 class StopRoutes:
@@ -310,7 +372,7 @@ class StopRoutes:
         if args.speculative_config:
             grammars = f"{GRAMMAR} beside speculative decoding"
         elif not structured.reasoning_parser:
-            grammars = _IN_THINKING
+            grammars = IN_THINKING
         elif harmony or end not in engine_client.get_tokenizer().get_added_vocab():
             grammars = GRAMMAR
         state.ospruner_engine = engine_client
@@ -321,31 +383,24 @@ class StopRoutes:
                 return body, None, None
             place, own = _places(path)
             body, keys = translated(body, place, own, Defaults.here, config)
-            why, name = check_body(body, Defaults.here, config, not harmony, path, grammars), None
-            if why is not None or not isinstance(sent := said_in(body, place), dict | None):
+            why = check_body(body, Defaults.here, config, not harmony, path, grammars)
+            sent, name = said_in(body, place), None
+            if why is not None or not isinstance(sent, dict | None):
                 return body, why, None
             extra = (sent or {}) if keys is None else keys
             if _TEXTS & set(body) and StopRequest(extra, place).settings(Defaults.here) is not None:
                 name = uuid.uuid4().hex
                 keys = {**extra, REPLY: name}
-            if keys is not None:  # they ask for nothing that could not be
-                above, _, last = place.rpartition(".")
-                holder = (said_in(body, above) or {}) if above else body
-                if not isinstance(holder, dict):  # vLLM's to refuse
-                    return body, None, None
-                holder = {**holder, last: keys}
-                body = {**body, above: holder} if above else holder
-            return body, None, name
+            # They ask for nothing that could not be.
+            return body if keys is None else replaced(body, place, keys), None, name
 
         state.ospruner_read = read
 
 
 async def reasoning_format(request: Request) -> dict[str, Any]:
     """The policy's reasoning format, whose instruction its problems were asked with."""
-    found: dict[str, Any] = (
-        request.app.state.ospruner_engine.model_config.hf_config.reasoning_format
-    )
-    return found
+    config: OSPrunerConfig = request.app.state.ospruner_engine.model_config.hf_config
+    return config.reasoning_format or {}
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
