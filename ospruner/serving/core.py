@@ -174,6 +174,12 @@ class ServedRow:
         return copy.deepcopy(self, {id(one): one for one in kept})
 
 
+@functools.cache  # said once
+def log_off(why: str) -> None:
+    """Logs that requests go on without the policy."""
+    logger.warning("a request goes on without the policy: %s (said once)", why)
+
+
 @functools.cache  # a parser is made for each request
 def format_of(policy: str) -> TokenFormat:
     """How a policy's base thinks, by the policy's folder or Hub id."""
@@ -204,7 +210,7 @@ class RowCore:
         defaults: StopRequest,
         seed: int,  # for the draws of requests without one
         on_leave: Callable[[ServedRow], None] | None = None,  # see `tell_leaving`
-        on_off: Callable[[str], None] | None = None,  # called where the policy is off, with why
+        on_off: Callable[[str], None] = log_off,  # called where the policy is off, with why
     ) -> None:
         defaults.settle(config)
         self._config, self._prices = config, config.prices
@@ -214,7 +220,7 @@ class RowCore:
             self._bare = replace(token_format, closing_ids=token_format.think_end_ids)
         self._defaults = defaults
         self._seed = mix64(seed)
-        self._on_leave, self._off = on_leave, on_off or log_off
+        self._on_leave, self._on_off = on_leave, on_off
         self._seen = 0  # requests
         self._warned = False
 
@@ -247,7 +253,7 @@ class RowCore:
         if grammar and self._bare is not None:
             settings, fmt = replace(settings, answer="tools", max_answer_tokens=None), self._bare
         elif excluded is not None:
-            self._off(excluded)
+            self._on_off(excluded)
             return None
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
@@ -302,39 +308,28 @@ class RowCore:
         """Shapes the logits (B, V) of rows, at their places, whose thinking has ended; in place.
 
         A row whose answer is complete gets the token that ends its text, for an engine ends a
-        request by nothing else.
+        request by nothing else; one whose grammar holds in the thinking already is left alone.
         """
         ended = []
         for place, one in rows:
             one.hear()
             if not one.thinks:
                 ended.append((place, one))
+        forced = [(place, one) for place, one in ended if one.grammar and one.row.forced]
+        if forced:  # a grammar that holds in the thinking already forbids its end
+            places = torch.tensor([[place, one.row.forced[0]] for place, one in forced])
+            scores = logits[places.to(logits.device).unbind(1)].tolist()
+            for (_, one), score in zip(forced, scores, strict=True):
+                if score == -math.inf:
+                    one.row.forced.clear()
+                    one.row.end()
+                    one.record.reason, one.told = "length", (0, 0)
+                    self._on_off(IN_THINKING)
         if ended:
-            self._give_up(logits, ended)
             complete = {
                 place: one.end_id for place, one in ended if one.complete and not one.grammar
             }
             shape_scores(logits, [(place, one.row) for place, one in ended], complete)
-
-    def _give_up(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
-        """Leaves rows alone whose grammar holds in the thinking already, and forbids its end."""
-        forced = [(place, one) for place, one in rows if one.grammar and one.row.forced]
-        if not forced:
-            return
-        places = torch.tensor([[place, one.row.forced[0]] for place, one in forced])
-        scores = logits[places.to(logits.device).unbind(1)].tolist()
-        for (_, one), score in zip(forced, scores, strict=True):
-            if score == -math.inf:
-                one.row.forced.clear()
-                one.row.end()
-                one.record.reason, one.told = "length", (0, 0)
-                self._off(IN_THINKING)
-
-
-@functools.cache  # said once
-def log_off(why: str) -> None:
-    """Logs that requests go on without the policy."""
-    logger.warning("a request goes on without the policy: %s (said once)", why)
 
 
 def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, Any] | None:

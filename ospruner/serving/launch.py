@@ -22,7 +22,6 @@ from .sglang.custom_params import DEFAULTS_VARIABLE, check_tuning
 from .start import PYTHON_VARIABLE, SGLANG, VLLM
 
 _OURS = ("--model", "--model-path", "--additional-config")
-_NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 
 
 def serve(
@@ -43,19 +42,19 @@ def serve(
         OSError: the policy is not found.
     """
     check_choice("ospruner serve", "--engine", engine, ("vllm", "sglang"))
+    python = sys.executable
     if engine == "vllm":
         command, environment = vllm_command(policy, defaults, arguments)
         VLLM.check_version()
         check_memory(engine_options(arguments))
         # The engine counts in a process of its own; files in a fresh folder bring it to /metrics.
         environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="ospruner-metrics-")
-        python = sys.executable
     else:
         command, environment = sglang_command(policy, defaults, arguments)
-        python = os.environ.get(PYTHON_VARIABLE, "")
-        if not python:
+        if named := os.environ.get(PYTHON_VARIABLE):
+            python = named
+        else:
             SGLANG.check_version()
-            python = sys.executable
     os.execve(python, [python, *command], {**os.environ, **environment})
 
 
@@ -66,7 +65,14 @@ def vllm_command(
     served_policy(policy, StopRequest(defaults, "the server's defaults", server=True), arguments)
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)}), *arguments]
-    return command, {"VLLM_PLUGINS": ",".join(_plugins())}
+    # All that vLLM would load anyway, and our route, which it loads only where it is named.
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
+        plugins = set(filter(None, allowed.split(",")))
+    else:
+        groups = {one for one in entry_points().groups if one.startswith("vllm.")}
+        groups.discard("vllm.endpoint_plugins")
+        plugins = {one.name for group in groups for one in entry_points(group=group)}
+    return command, {"VLLM_PLUGINS": ",".join(sorted(plugins | {"ospruner", "ospruner_stops"}))}
 
 
 def sglang_command(
@@ -82,10 +88,9 @@ def sglang_command(
     options, config = engine_options(arguments), served_policy(policy, asked, arguments)
     check_tuning(config)
     command = ["-m", "sglang.launch_server", "--model-path", policy]
-    if _NO_PREFILL_GRAPHS not in arguments:
-        command.append(_NO_PREFILL_GRAPHS)
-    literals = config.reasoning_format or {}
-    if literals.get("think_end") == "</think>" and not options.reasoning_parser:
+    command += {"--disable-prefill-cuda-graph"}.difference(arguments)
+    end = (config.reasoning_format or {}).get("think_end")
+    if end == "</think>" and not options.reasoning_parser:
         # Whatever the format's name: which of SGLang's two parsers, its chat template says.
         tokenizer = AutoTokenizer.from_pretrained(policy, revision=options.revision, config=config)
         switchable = "enable_thinking" in str(tokenizer.chat_template or "")
@@ -104,9 +109,8 @@ def served_policy(policy: str, asked: StopRequest, arguments: Sequence[str]) -> 
     if given := [one for one in arguments if one.partition("=")[0] in _OURS]:
         raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
     provenance.check_policy_place(policy)
-    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(
-        policy, revision=engine_options(arguments).revision
-    )
+    revision = engine_options(arguments).revision
+    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(policy, revision=revision)
     asked.settle(config)
     settings = StopPolicyConfig(**asked.fields).with_defaults(config)
     how = "by draws" if settings.mode == "sample" else f"from probability {settings.threshold:g} on"
@@ -155,14 +159,3 @@ def check_memory(options: Namespace) -> None:
             f"and {free:.2f} of it is free: give it less, such as --gpu-memory-utilization "
             f"{max(0.8 * free, 0.01):.2f}, or end other programs"
         )
-
-
-def _plugins() -> list[str]:
-    """All that vLLM would load anyway, and our route, which it loads only where it is named."""
-    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
-        found = set(filter(None, allowed.split(",")))
-    else:
-        groups = {one for one in entry_points().groups if one.startswith("vllm.")}
-        groups.discard("vllm.endpoint_plugins")
-        found = {one.name for group in groups for one in entry_points(group=group)}
-    return sorted(found | {"ospruner", "ospruner_stops"})

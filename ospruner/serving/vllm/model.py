@@ -146,13 +146,16 @@ class Pages:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, tail: Any, base_layers: Sequence[nn.Module], columns: int
+        self,
+        vllm_config: VllmConfig,
+        tail: Any,
+        base_layers: Sequence[nn.Module],
+        shape: tuple[int, int],  # of what the tail reads, (T, R)
     ) -> None:
         self._config, self._tail = vllm_config, tail
         self._layers = dict(map(_share_pages, tail.layers, base_layers))
         # Filled by copying, which a graph records: what a replay computes lands here, too.
-        dtype = vllm_config.model_config.dtype
-        self._entering = torch.zeros(_most_tokens(vllm_config), columns, dtype=dtype)  # (T, R)
+        self._entering = torch.zeros(shape, dtype=vllm_config.model_config.dtype)
         for module in tail.modules():
             if isinstance(module, QKVParallelLinear):  # of which queries alone are loaded
                 for parameter in module.parameters():
@@ -243,14 +246,6 @@ def _share_pages(layer: nn.Module, base_layer: nn.Module) -> tuple[str, Any]:
     return own.layer_name, Builder
 
 
-def _most_tokens(vllm_config: VllmConfig) -> int:
-    """Of a step, or of a graph, up to whose size a batch is padded."""
-    return max(
-        vllm_config.scheduler_config.max_num_batched_tokens,
-        vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-    )
-
-
 class OSPrunerVLLM(nn.Module, SupportsEagle3):
     """What vLLM runs for a policy repository: the base that it pins, its tail and its head."""
 
@@ -299,15 +294,17 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
                     unquantised=own.quant_config is None,
                 )
         self.set_aux_hidden_state_layers(())
-        self._v2, tokens = vllm_config.use_v2_model_runner, _most_tokens(vllm_config)
+        # Of a step, or of a graph, up to whose size a batch is padded.
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
+        self._v2 = vllm_config.use_v2_model_runner
         outputs = 1 if config.prices is None else 1 + PRICE_RAMPS
         self.head = StopHead(text.hidden_size, outputs, tokens if self._v2 else 0)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
         if self.tail is not None and config.tuning == "queries":
             theirs = [base.model.layers[i] for i in policy.copied]
-            columns = (1 + len(added_to)) * text.hidden_size
-            self._pages = Pages(vllm_config, self.tail, theirs, columns)
-            self.head.pages = self._pages
+            shape = (tokens, (1 + len(added_to)) * text.hidden_size)
+            self._pages = self.head.pages = Pages(vllm_config, self.tail, theirs, shape)
 
     def get_model_state_cls(self) -> type:
         """What model runner V2 keeps beside the model."""

@@ -269,22 +269,15 @@ class _ToldReply:
             texts = len(said) if self.start is None else 1
             if self.ended == texts:
                 self.state.ospruner_controls.take(one["fork"] for one in said)
-            if self.ended >= texts:
-                body = _with(body, said)
+            begin, brace, end = body.rpartition(b"}")  # of an object, perhaps in an event
+            if self.ended >= texts and said and brace:
+                told = [{name: one[name] for name in _IN_REPLIES} for one in said]
+                body = begin + b',"ospruner":' + json.dumps(told).encode() + brace + end
         if self.start is not None:
             length = (b"content-length", str(len(body)).encode())
             others = [one for one in self.start["headers"] if one[0] != length[0]]
             await self.send({**self.start, "headers": [*others, length]})
         await self.send({**message, "body": body})
-
-
-def _with(body: bytes, said: list[dict[str, Any]]) -> bytes:
-    """A JSON object, perhaps in an event, with what is said of its texts, if anything is."""
-    begin, brace, end = body.rpartition(b"}")
-    if not said or not brace:
-        return body
-    told = [{name: one[name] for name in _IN_REPLIES} for one in said]
-    return begin + b',"ospruner":' + json.dumps(told).encode() + brace + end
 
 
 async def _ask(engine: Any, *what: Any) -> list[dict[str, Any]]:

@@ -9,10 +9,11 @@ vLLM of the host, and end those that cannot import it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..requests import DEFAULTS, StopRequest
 
@@ -82,9 +83,7 @@ class ServedPolicy:
 
 def architecture(text: Any) -> str:
     """The name of transformers' class of a base; vLLM's goes by the same."""
-    names = importlib.import_module("transformers.models.auto.modeling_auto")
-    name: str = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
-    return name
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
 
 
 def is_recurrent(text: Any) -> bool:
@@ -104,12 +103,11 @@ def parser_of(literals: Mapping[str, Any]) -> str | None:
 
 
 def register() -> None:
-    """Tells this process's vLLM, and its transformers, about policies."""
+    """Tells this process's vLLM about policies; transformers knows them once this is imported."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.reasoning import ReasoningParserManager
 
-    importlib.import_module("modeling_ospruner")  # registers the configuration
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.model:OSPrunerVLLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = ServedPolicy
     for name, parser in ((PARSER, "ThinkingParser"), (HARMONY_PARSER, "HarmonyThinkingParser")):

@@ -16,8 +16,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from modeling_ospruner.formats_ospruner import TokenFormat
-
 from ..core import GRAMMAR, RowCore, ServedRow, format_of, served_format
 from ..requests import ID, StopRequest
 from .monitoring import count_leaving, count_off
@@ -121,37 +119,32 @@ class PolicyProcessor:
         return rows
 
 
-_detokenizer_of = IncrementalDetokenizer.from_new_request
+_detokenizer_of: Any = IncrementalDetokenizer.from_new_request
 
 
-def keep_thinking(detokenizer: Any, fmt: TokenFormat, prompt_ids: Sequence[int]) -> None:
-    """Lets a request's stop strings end its answer alone: vLLM looks for them in all of a text.
+def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
+    """VLLM's own, which looks for stop strings in all of a text; under the policy in answers alone.
 
     Where no marker ends the thinking, all of a reply is its answer.
     """
-    state, least = fmt.prompt_state(prompt_ids), detokenizer.min_tokens
+    made, params = _detokenizer_of(tokenizer, request), request.sampling_params
+    looks = tokenizer is not None and params.stop and request.prompt_token_ids is not None
+    if not looks or StopRequest(params.extra_args).settings(Defaults.here) is None:
+        return made
+    fmt = format_of(tokenizer.name_or_path)
+    state, least, update = fmt.prompt_state(request.prompt_token_ids), made.min_tokens, made.update
     if state.ended or not fmt.format.think_end:
-        return
-    update = detokenizer.update
+        return made
 
     def follow(new_token_ids: list[int], stop_terminated: bool) -> str | None:
         for token in new_token_ids:
             state.push(token)
         # Before so many tokens vLLM looks for none.
-        before = detokenizer.num_output_tokens() + len(new_token_ids) - state.answer_tokens
-        detokenizer.min_tokens = max(least, before) if state.answer_tokens else sys.maxsize
-        found: str | None = update(new_token_ids, stop_terminated)
-        return found
+        before = made.num_output_tokens() + len(new_token_ids) - state.answer_tokens
+        made.min_tokens = max(least, before) if state.answer_tokens else sys.maxsize
+        return update(new_token_ids, stop_terminated)
 
-    vars(detokenizer)["update"] = follow
-
-
-def _detokenizer(tokenizer: Any, request: Any) -> IncrementalDetokenizer:
-    """VLLM's own; where the policy is on, with `keep_thinking`."""
-    made, params = _detokenizer_of(tokenizer, request), request.sampling_params
-    looks = tokenizer is not None and params.stop and request.prompt_token_ids is not None
-    if looks and StopRequest(params.extra_args).settings(Defaults.here) is not None:
-        keep_thinking(made, format_of(tokenizer.name_or_path), request.prompt_token_ids)
+    vars(made)["update"] = follow
     return made
 
 

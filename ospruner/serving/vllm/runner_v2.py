@@ -64,8 +64,7 @@ class Arrivals(DefaultModelState):
     def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Called before each forward."""
         self.batch = input_batch
-        prepared: dict[str, Any] = super().prepare_attn(input_batch, *args, **kwargs)
-        return prepared
+        return super().prepare_attn(input_batch, *args, **kwargs)
 
 
 class HybridArrivals(Arrivals, MambaHybridModelState):
@@ -80,6 +79,8 @@ class _Row(NamedTuple):
     slot: int
     position: int  # of the last of these tokens
     token: int  # that one
+    total: int  # tokens that stand in the slot
+    last: list[int]  # of these, as far as a step may not have looked at them
 
 
 class V2Processor(PolicyProcessor, LogitsProcessor):
@@ -91,8 +92,7 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         self._device = req_states.device
         speculative = vllm_config.speculative_config
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        # A request's last tokens, as far as a step may not have looked at them.
-        self._last = torch.arange(-1 - drafts, 0, device=self._device)
+        self._last = torch.arange(-1 - drafts, 0, device=self._device)  # see `_Row.last`
         self._head: StopHead = self._layers[STOP_HEAD]
         self._arrivals: Arrivals = self._head.arrivals
         self._arrivals.leaving = self._leave
@@ -139,41 +139,33 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         """One step: decides where steps of thinking have ended, and shapes the logits (B, V)."""
         if not any(slot in self._here for slot in ctx.idx_mapping_np.tolist()):
             return logits
-        rows, totals, last = self._copied(ctx)
-        firsts = [row for row in rows if row.drafts == 0]  # of each request
+        rows = self._copied(ctx)
         standing: dict[int, ServedRow] = {}  # by slot
-        for row, total, tokens in zip(firsts, totals, last, strict=True):
+        level: list[tuple[_Row, ServedRow]] = []
+        for row in rows:
             served = self._here.get(row.slot)
-            if served is None:
+            if served is None or row.drafts:
                 continue
-            for token in tokens[served.taken - (total - len(tokens)) :]:
+            for token in row.last[served.taken - (row.total - len(row.last)) :]:
                 served.take(token)
             served.said.clear()
-            if row.position + 1 >= total:  # else a part of a prefill, which is not sampled from
+            if row.position + 1 >= row.total:  # else a part of a prefill, which is not sampled from
                 standing[row.slot] = served
-        level = [(row, standing[row.slot]) for row in firsts if row.slot in standing]
+                level.append((row, served))
         self._step(logits, level)
-        if len(rows) > len(firsts):
-            self._draft(logits, rows, standing)
+        self._draft(logits, [row for row in rows if row.drafts and row.slot in standing], standing)
         return logits
 
-    def _copied(self, ctx: LogitsContext) -> tuple[list[_Row], list[int], list[list[int]]]:
-        """What a step's rows say, in one copy to the host.
-
-        Returns:
-            The rows; of each request how many tokens it has, and the last of these.
-        """
-        slots = ctx.idx_mapping.long()
+    def _copied(self, ctx: LogitsContext) -> list[_Row]:
+        """What a step's rows say, in one copy to the host."""
+        slots = ctx.expanded_idx_mapping.long()
         totals = self._runner.total_len.gpu[slots].long()
-        places = (totals[:, None] + self._last).clamp(min=0)
-        last = self._runner.all_token_ids.gpu[slots[:, None], places]
-        columns = (ctx.expanded_local_pos, ctx.expanded_idx_mapping, ctx.pos, ctx.input_ids)
-        told = torch.cat([*(one.long() for one in columns), totals, last.long().flatten()]).tolist()
-        count, size, each = len(ctx.pos), len(totals), len(self._last)
-        own = (told[i * count : (i + 1) * count] for i in range(4))
-        rows = [_Row(place, *one) for place, one in enumerate(zip(*own, strict=True))]
-        told = told[4 * count :]
-        return rows, told[:size], [told[i : i + each] for i in range(size, len(told), each)]
+        last = (totals[:, None] + self._last).clamp(min=0)
+        tokens = self._runner.all_token_ids.gpu[slots[:, None], last]
+        columns = (ctx.expanded_local_pos, slots, ctx.pos, ctx.input_ids, totals)
+        table = torch.stack([one.long() for one in columns], dim=1)
+        told = torch.cat([table, tokens.long()], dim=1).tolist()
+        return [_Row(place, *one[:5], one[5:]) for place, one in enumerate(told)]
 
     def _step(self, logits: torch.Tensor, level: Sequence[tuple[_Row, ServedRow]]) -> None:
         """Decides on rows that have ended a step, and shapes the logits of all of them."""
@@ -184,10 +176,9 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         self._core.shape(logits, ((row.place, served) for row, served in level))
 
     def _draft(
-        self, logits: torch.Tensor, rows: Sequence[_Row], standing: dict[int, ServedRow]
+        self, logits: torch.Tensor, drafted: Sequence[_Row], standing: dict[int, ServedRow]
     ) -> None:
         """The rows after drafted tokens, as if these were accepted, of what stands in slots."""
-        drafted = [row for row in rows if row.drafts and row.slot in standing]
         turning = {
             row.slot for row in drafted if standing[row.slot].may_turn(row.token, row.drafts)
         }
@@ -214,5 +205,4 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         if pages is None:  # it has said it of all of them
             return self._head.outputs[places]
         lengths = (positions + 1).to(torch.int32)
-        said: torch.Tensor = self._head(pages.hidden(here, lengths, places).float())
-        return said
+        return self._head(pages.hidden(here, lengths, places).float())
