@@ -21,11 +21,10 @@ from modeling_ospruner.modeling_ospruner import (
 from modeling_ospruner.policy_ospruner import ADAPTER_SCALE, StoppingPolicy
 from ospruner.bases import empty_base
 
+# Tensors as an engine reads them: by their names in their files, the base's under `base.`.
 Weights = Iterable[tuple[str, torch.Tensor]]
-"""Tensors as an engine reads them: by their names in their files, the base's under `base.`."""
-
+# By the name of a setting: the values with which a policy works, and what to do about others.
 Works = Mapping[str, tuple[tuple[Any, ...], str]]
-"""By the name of a setting: the values with which a policy works, and what to do about others."""
 
 
 def check_settings(settings: object, works: Works, engine: str) -> None:

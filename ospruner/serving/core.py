@@ -38,9 +38,8 @@ from .requests import StopRequest
 
 logger = logging.getLogger(__name__)
 
+# What excludes a policy whose thinking no single token ends: structured outputs, forced calls.
 GRAMMAR = "a grammar"
-"""What excludes a policy whose thinking no single token ends: structured outputs, forced calls."""
-
 IN_THINKING = f"{GRAMMAR}, which holds in the thinking already"
 
 

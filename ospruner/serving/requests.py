@@ -19,9 +19,7 @@ from modeling_ospruner.configuration_ospruner import (
 )
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
-DEFAULTS = "ospruner"
-"""The key of vLLM's `--additional-config` under which a server's defaults stand."""
-
+DEFAULTS = "ospruner"  # the key of vLLM's `--additional-config` that holds a server's defaults
 ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
@@ -29,7 +27,7 @@ DIAL = "stop_efforts"  # likewise: by effort a price, or a threshold of a policy
 # Likewise: what the policy promises, and whether a sentence holds markers, is known when it is
 # loaded.
 OF_SERVERS = ("stop_max_loss", "stop_wind_down")
-KEYS = {
+KEYS = {  # of a request, and the fields of `StopPolicyConfig`
     "stop_mode": "mode",
     "stop_threshold": "threshold",
     "stop_price": "price",
@@ -43,11 +41,8 @@ KEYS = {
     "max_thinking_tokens": "max_thinking_tokens",
     "max_answer_tokens": "max_answer_tokens",
 }
-"""Key of a request -> field of `StopPolicyConfig`."""
-
+# What clients call how much thinking they want, from little to all.
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""What clients call how much thinking they want, from little to all."""
-
 CALIBRATION_FIELDS: tuple[str, ...] = (
     *("max_loss", "confidence"),  # what it allows, and how surely
     *("mode", "threshold", "price"),  # at which settings
@@ -66,9 +61,8 @@ _LIKE_OURS = re.compile(
 _BUDGET = re.compile(  # what others call `max_thinking_tokens`, perhaps with what it stands in
     r"(?i)(?=.*(think|thought|reason))(?=.*(budget|token|length|limit))|(.*\.)?budget_?tokens\Z"
 )
+# OpenAI's in chat and in responses, and Anthropic's.
 _EFFORT_NAMES = ("reasoning_effort", "reasoning.effort", "output_config.effort")
-"""OpenAI's in chat and in responses, and Anthropic's."""
-
 _TEMPLATE_EFFORT = "chat_template_kwargs.reasoning_effort"  # whose names are the template's
 _NO_THINKING = (  # Anthropic's, Qwen's, OpenRouter's, and templates'
     *(("thinking.type", "disabled"), ("enable_thinking", False), ("reasoning.enabled", False)),
@@ -80,7 +74,6 @@ _BUDGET_NAMES = (  # vLLM's, Qwen's, llama.cpp's, Anthropic's, OpenRouter's
 )
 _SETTINGS = ("mode", "threshold", "price")  # what an effort says, or a promise
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
-
 _CONTENT = (  # of a body: what its author names as he likes
     *("messages", "input", "prompt", "tools", "functions", "documents", "metadata"),
     *("response_format", "structured_outputs", "output_config", "text", "json_schema"),

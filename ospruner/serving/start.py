@@ -14,8 +14,8 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
+# The environment variable that names the Python of SGLang's environment, where it is not ours.
 PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
-"""The environment variable that names the Python of SGLang's environment, where it is not ours."""
 
 
 @dataclass(frozen=True)

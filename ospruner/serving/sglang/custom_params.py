@@ -15,13 +15,8 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from ..requests import ID, StopRequest, check_places, translated
 
 OWNER = "custom_params"
-
-DEFAULTS_VARIABLE = "OSPRUNER_SERVER_DEFAULTS"
-"""The environment variable that holds a server's defaults, as JSON."""
-
-RECORD = "stop_record"
-"""Under this name an answer's `meta_info` tells what happened: a list of one record."""
-
+DEFAULTS_VARIABLE = "OSPRUNER_SERVER_DEFAULTS"  # of the environment: its defaults, as JSON
+RECORD = "stop_record"  # in an answer's `meta_info`, what happened: a list of one record
 _ONE_BEAM = ("beam_width", 1)
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
@@ -106,10 +101,11 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
             f"{OWNER}: stop_policy and {shown(found)} exclude each other: neither knows what the "
             "other one forces. Leave one of them out"
         )
+    request.check_price(config)
+    settings = request.settings(server_defaults(config), params.min_new_tokens)
     marked = (config.reasoning_format or {}).get("think_end", True)
     strings = [*(params.stop_strs or ()), *(params.stop_regex_strs or ())]
-    defaults = server_defaults(config)
-    if marked and strings and request.settings(defaults) is not None:
+    if marked and strings and settings is not None:
         raise ValueError(
             f"stop is {shown(strings)}, for which SGLang looks in the thinking, too, and "
             "would cut it: send stop_token_ids, or stop_policy false in custom_params, or serve "
@@ -121,6 +117,4 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
             "tells SGLang's n texts apart: send n requests, each with its stop_sample_index, or "
             "leave stop_seed out"
         )
-    request.check_price(config)
-    request.settings(defaults, params.min_new_tokens)
     return request

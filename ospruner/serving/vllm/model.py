@@ -38,9 +38,7 @@ from ..checks import Weights, base_weights, check_base_weights, quantisation, st
 from .plugin import architecture
 from .servable import TAPPED, check_start, check_windows, class_of_base
 
-STOP_HEAD = "stop_head"
-"""Under this name the processor finds the head, where vLLM's own layers are found."""
-
+STOP_HEAD = "stop_head"  # by this name the processor finds it, where vLLM's own layers are found
 _NORMS_OF_KEYS = {"k_norm", "k_layernorm"}
 
 
@@ -279,7 +277,6 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         self.base: Any = base
         check_windows(base, name, vars(text).get("sliding_window"))
         self.tail: _Tail | None = None
-        self._pages: Pages | None = None  # with a policy of queries only
         policy = empty_policy(config, empty_base(text))
         self._points: list[int] = policy.points if policy.copied else []  # what the tail reads
         added_to = [k for k, i in enumerate(policy.copied) if i + 1 in self._points]
@@ -304,7 +301,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         if self.tail is not None and config.tuning == "queries":
             theirs = [base.model.layers[i] for i in policy.copied]
             shape = (tokens, (1 + len(added_to)) * text.hidden_size)
-            self._pages = self.head.pages = Pages(vllm_config, self.tail, theirs, shape)
+            self.head.pages = Pages(vllm_config, self.tail, theirs, shape)
 
     def get_model_state_cls(self) -> type:
         """What model runner V2 keeps beside the model."""
@@ -356,9 +353,9 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         hidden, tapped = output if self._tapped else (output, [])
         at = dict(zip(self._tapped, tapped, strict=True))
         read = [at[i] for i in self._points]
-        if self._pages is not None:
+        if self.head.pages is not None:
             added = (end - begin for begin, end in zip(read[1::2], read[2::2], strict=True))
-            self._pages.keep(torch.cat([read[0], *added], dim=1))
+            self.head.pages.keep(torch.cat([read[0], *added], dim=1))
         else:
             last = hidden if self.tail is None else self.tail(positions, read[0])
             said = self.head(last.float())  # (T, 1 or 6)
@@ -408,7 +405,7 @@ class OSPrunerVLLM(nn.Module, SupportsEagle3):
         for part, one in usual.items():
             setattr(model, part, one)
         loaded = {name.replace("model.", "tail.", 1) for name in found}
-        if self._pages is not None:  # keys are the base's, and their norms are not read
+        if self.head.pages is not None:  # keys are the base's, and their norms are not read
             parts = ((name, name.split(".")) for name, _ in tail.named_parameters())
             loaded |= {f"tail.{name}" for name, of in parts if not _NORMS_OF_KEYS.isdisjoint(of)}
         if not self._config.adapter_rank:

@@ -57,7 +57,7 @@ class _SplittingParser(ReasoningParser):
         """Begins a reply to a prompt."""
         self.prompt = list(prompt_ids)
         self.answer_ids = list[int]()  # that no one has taken yet
-        self._followed = self._thought = 0  # ids, and how many of them are thinking that has ended
+        self._followed = self._thought = 0  # ids, and how many of them are thinking
         self._ids = list[int]()  # since the last marker
         self._marks = deque[_Mark]()  # met in ids, and not in the text yet
         self._text, self._told = "", 0  # since the last one, and how much of it has been told
@@ -73,16 +73,11 @@ class _SplittingParser(ReasoningParser):
     def _take(self, token: int) -> None:
         """Takes a further id, and notes a marker that ends with it."""
 
-    def _follow(self, ids: Iterable[int]) -> None:
-        for token in ids:
-            self._followed += 1
-            self._take(token)
-
     def _after(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Self:
         """Another one, which has taken ids."""
         fresh = copy.copy(self)
         fresh.go_on(prompt)
-        fresh._follow(ids)
+        fresh.split("", ids, False)
         return fresh
 
     def split(self, text: str, ids: Iterable[int], final: bool) -> tuple[str, str]:
@@ -90,7 +85,9 @@ class _SplittingParser(ReasoningParser):
 
         What may become a marker is held back, unless it is the final part.
         """
-        self._follow(ids)
+        for token in ids:
+            self._followed += 1
+            self._take(token)
         self._text += text
         found = {_THINKING: "", _ANSWER: "", _LEFT_OUT: ""}
         while self._marks:
@@ -128,11 +125,7 @@ class _SplittingParser(ReasoningParser):
         """The tokens of the thinking, without markers and headers."""
         same = self._followed == len(token_ids)  # those of the stream that it splits
         counted = self if same else self._after(token_ids, self.prompt)
-        return counted._thinking_tokens
-
-    @property
-    def _thinking_tokens(self) -> int:
-        return self._thought
+        return counted._thought
 
 
 class PromptedParser(abstract_parser.DelegatingParser):
@@ -246,6 +239,7 @@ class ThinkingParser(_SplittingParser):
             self._literals |= {end[n:] for n in range(1, len(end)) if before.endswith(end[:n])}
         self._begun = state.ended  # after a start marker, or other text
         self._first = state.thinking_tokens  # at the last marker
+        self._ended = 0  # tokens of parts of the thinking that have ended
         return _ANSWER if state.ended else _THINKING
 
     def _take(self, token: int) -> None:
@@ -262,7 +256,7 @@ class ThinkingParser(_SplittingParser):
             if text == start:
                 self._mark(start, _THINKING)
         if thinks and state.ended:
-            self._thought += max(0, state.thinking_tokens - self._first)
+            self._ended += max(0, state.thinking_tokens - self._first)
             literal, call = fmt.format.think_end, fmt.call_marker
             if state.calls:
                 textual = call is not None and token not in fmt.call_ids
@@ -270,6 +264,7 @@ class ThinkingParser(_SplittingParser):
             self._mark(literal, _ANSWER)
         elif not thinks and not state.ended:
             self._mark(start, _THINKING)
+        self._thought = self._ended + (0 if state.ended else len(self._ids))
 
     def _mark(self, literal: str, kind: str) -> None:
         text = self._fmt.text(self._ids)
@@ -279,10 +274,6 @@ class ThinkingParser(_SplittingParser):
         kept = literal in self._openers  # a call's stands in the answer
         self._marks.append(_Mark(literal, max(0, text.count(literal) - 1), kind, kept))
         self._ids, self._first = [], self._state.thinking_tokens
-
-    @property
-    def _thinking_tokens(self) -> int:
-        return self._thought + (0 if self._state.ended else len(self._ids))
 
 
 class HarmonyThinkingParser(_SplittingParser):

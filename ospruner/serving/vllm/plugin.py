@@ -18,15 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..requests import DEFAULTS, StopRequest
 
 ARCHITECTURE = "OSPrunerForCausalLM"
+# Among a request's extra arguments: the name by which its reply is told how its texts ended.
 REPLY = "ospruner_reply"
-"""Among a request's extra arguments: the name by which its reply is told how its texts ended."""
-
 # What `--reasoning-parser` is given: where a marker ends the thinking, and for Harmony, GPT-OSS's.
 PARSER, HARMONY_PARSER = "ospruner", "ospruner_harmony"
 _PROCESSORS = (f"{__package__}.runner_v1:V1Processor", f"{__package__}.runner_v2:V2Processor")
 _WORKER_EXTENSION = f"{__package__}.processor.StopRecords"
-
-
 # What is known of a base's model that keeps states.
 _ROOM = ("has_inner_state", "is_hybrid", "supports_mamba_prefix_caching", "supports_replayssm")
 

@@ -22,9 +22,9 @@ from .monitoring import count_leaving, count_off
 from .plugin import REPLY, Defaults
 
 _MOST_RECORDS = 8192  # of requests and replies with a name; the oldest are forgotten
+# Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
+# seed + i, and nothing else by which the texts could be told apart.
 _FIRST_SEED = "ospruner_first_seed"
-"""Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
-seed + i, and nothing else by which the texts could be told apart."""
 
 
 class PolicyProcessor:

@@ -104,18 +104,16 @@ class V1Processor(PolicyProcessor, LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
-        deciding: list[tuple[int, ServedRow]] = []
-        for i, request in self._requests.items():
+        for request in self._requests.values():
             request.take_in()
-            if request.served.row.at_boundary:
-                deciding.append((i, request.served))
-        if deciding:
+        rows = {i: request.served for i, request in self._requests.items()}
+        if deciding := [i for i, served in rows.items() if served.row.at_boundary]:
             head: StopHead = self._layers[STOP_HEAD]
-            places = torch.tensor([i for i, _ in deciding], device=head.weight.device)
-            outputs, positions = head.ask(places)
+            outputs, positions = head.ask(torch.tensor(deciding, device=head.weight.device))
             # The rows of a prefill's parts are not sampled from.
-            pairs = enumerate(zip(deciding, positions.tolist(), strict=True))
-            ended = [k for k, ((_, row), position) in pairs if position == row.taken - 1]
-            self._core.decide([deciding[k][1] for k in ended], outputs[ended])
-        self._core.shape(logits, ((i, one.served) for i, one in self._requests.items()))
+            lengths = [rows[i].taken for i in deciding]
+            pairs = enumerate(zip(lengths, positions.tolist(), strict=True))
+            ended = [k for k, (length, position) in pairs if position == length - 1]
+            self._core.decide([rows[deciding[k]] for k in ended], outputs[ended])
+        self._core.shape(logits, rows.items())
         return logits
