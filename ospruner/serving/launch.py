@@ -18,7 +18,8 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner import provenance
 
 from .requests import CONTROL, DEFAULTS, StopRequest
-from .sglang.custom_params import DEFAULTS_VARIABLE, check_tuning
+from .sglang.stopper import DEFAULTS_VARIABLE
+from .sglang.tapped import check_tuning
 from .start import PYTHON_VARIABLE, SGLANG, VLLM
 
 _OURS = ("--model", "--model-path", "--additional-config")

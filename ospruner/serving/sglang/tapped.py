@@ -35,7 +35,6 @@ from ..checks import (
     quantisation,
     stored_tail,
 )
-from .custom_params import check_tuning
 
 _TAPS = ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture")  # both count alike
 _GIVEN = ("self", "positions", "hidden_states", "forward_batch")  # to a layer
@@ -65,6 +64,16 @@ def why_not(config: OSPrunerConfig, found: Any) -> str | None:
     if found is None:
         return f"there is no {name}"
     return None
+
+
+def check_tuning(config: OSPrunerConfig) -> None:
+    """Refuses a policy of another kind than SGLang runs."""
+    if config.tuning != "queries" or not config.num_policy_layers:
+        raise ValueError(
+            f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
+            "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
+            "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
+        )
 
 
 def check_made(base: nn.Module, layers: Iterable[nn.Module], text: Any) -> None:

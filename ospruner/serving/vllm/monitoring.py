@@ -6,6 +6,7 @@ budget, would do nothing, and adds to replies how their thinking ended. vLLM loa
 `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus counts where the engine
 runs. A server's `/metrics` sees the counters where vLLM and they share a folder,
 `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
+
 The requests of the control group think to their end. Where the policy would have stopped one, a
 short request of its own forces the answer there, after the reply was sent, and is compared.
 """
@@ -282,9 +283,7 @@ class _ToldReply:
 
 async def _ask(engine: Any, *what: Any) -> list[dict[str, Any]]:
     """What the engine's first worker tells; see `StopRecords.ospruner_told`."""
-    told = await engine.collective_rpc("ospruner_told", args=what)
-    found: list[dict[str, Any]] = told[0]
-    return found
+    return (await engine.collective_rpc("ospruner_told", args=what))[0]
 
 
 class ControlWatch:

@@ -104,7 +104,11 @@ def why_not(text: Any, queries: bool = True) -> str | None:
             return f"{name} keeps recurrent states, beside which a policy is one of queries"
     if vars(text).get("kv_lora_rank"):
         return f"{name} has compressed (latent) keys and values, which are not read"
-    if not (supports_eagle3(found) or name in TAPPED or _has_tapped_decoder(found)):
+    # A decoder beside it may have the tap, as GLM-4's, of which vLLM does not say so.
+    beside = vars(importlib.import_module(found.__module__)).values()
+    decoders = [one for one in beside if isinstance(one, type) and issubclass(one, EagleModelMixin)]
+    tapped = any(one.__module__ == found.__module__ for one in decoders)
+    if not (supports_eagle3(found) or name in TAPPED or tapped):
         return f"{name} has no tap (EAGLE-3's), by which its hidden states would be read"
     return None
 
@@ -115,13 +119,6 @@ def class_of_base(vllm_config: VllmConfig) -> Any:
     return ModelRegistry.models[name].load_model_cls()
 
 
-def _has_tapped_decoder(found: type) -> bool:
-    """Whether a decoder beside it has the tap, as GLM-4's, of which vLLM does not say so."""
-    beside = vars(importlib.import_module(found.__module__)).values()
-    decoders = (one for one in beside if isinstance(one, type) and issubclass(one, EagleModelMixin))
-    return any(one.__module__ == found.__module__ for one in decoders)
-
-
 def check_start(vllm_config: VllmConfig) -> None:
     """Refuses what the policy would silently do without, or do wrong.
 
@@ -130,10 +127,10 @@ def check_start(vllm_config: VllmConfig) -> None:
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
-    queries, drafts = config.tuning == "queries", vllm_config.speculative_config is not None
+    layers, queries = config.num_policy_layers > 0, config.tuning == "queries"
+    drafts = vllm_config.speculative_config is not None
     works = {**_WORKS, **(_DRAFTS_WORK if drafts else {})}
-    if queries and config.num_policy_layers > 0:
-        works |= _QUERIES_WORK
+    works |= _QUERIES_WORK if queries and layers else {}
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
         raise ValueError(
@@ -144,7 +141,7 @@ def check_start(vllm_config: VllmConfig) -> None:
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.
-    unfit = why_not(config.get_text_config(), queries or config.num_policy_layers == 0)
+    unfit = why_not(config.get_text_config(), queries or not layers)
     check_policy(config, model.model, "vLLM", unfit, model.revision, load.download_dir, weights)
 
 

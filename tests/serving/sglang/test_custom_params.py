@@ -15,7 +15,7 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.formats import PLAIN as PLAIN_FORMAT
 from ospruner.serving.launch import sglang_command
-from ospruner.serving.sglang.custom_params import (
+from ospruner.serving.sglang.stopper import (
     DEFAULTS_VARIABLE,
     check_body,
     check_params,

@@ -16,7 +16,7 @@ import torch
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.sglang.custom_params import RECORD
+from ospruner.serving.sglang.stopper import RECORD
 
 from ...chats import prompts_of
 from ...own_process import output_of

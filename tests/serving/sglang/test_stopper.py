@@ -19,8 +19,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopRow
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
-from ospruner.serving.sglang.custom_params import DEFAULTS_VARIABLE
-from ospruner.serving.sglang.stopper import Stopper
+from ospruner.serving.sglang.stopper import DEFAULTS_VARIABLE, Stopper
 from ospruner.train.untrained import untrained
 
 from ...chats import chat_ids
