@@ -106,6 +106,7 @@ def stored_tail(
     Engines' models read no other form.
     """
     policy = empty_policy(config, empty_base(config.get_text_config()))
+    assert policy.tail is not None
     named = {name.removeprefix("tail."): own[name] for name in own if name.startswith("tail.")}
     return policy, revert_weight_conversion(policy.tail, named)
 

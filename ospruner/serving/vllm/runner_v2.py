@@ -160,12 +160,15 @@ class V2Processor(PolicyProcessor, LogitsProcessor):
         """What a step's rows say, in one copy to the host."""
         slots = ctx.expanded_idx_mapping.long()
         totals = self._runner.total_len.gpu[slots].long()
-        last = (totals[:, None] + self._last).clamp(min=0)
-        tokens = self._runner.all_token_ids.gpu[slots[:, None], last]
+        places = (totals[:, None] + self._last).clamp(min=0)
+        tokens = self._runner.all_token_ids.gpu[slots[:, None], places]
         columns = (ctx.expanded_local_pos, slots, ctx.pos, ctx.input_ids, totals)
         table = torch.stack([one.long() for one in columns], dim=1)
         told = torch.cat([table, tokens.long()], dim=1).tolist()
-        return [_Row(place, *one[:5], one[5:]) for place, one in enumerate(told)]
+        return [
+            _Row(place, drafts, slot, position, token, total, last)
+            for place, (drafts, slot, position, token, total, *last) in enumerate(told)
+        ]
 
     def _step(self, logits: torch.Tensor, level: Sequence[tuple[_Row, ServedRow]]) -> None:
         """Decides on rows that have ended a step, and shapes the logits of all of them."""
