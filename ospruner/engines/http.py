@@ -50,15 +50,12 @@ class HTTPEngine(AskingEngine):
         concurrency: int = 256,  # requests that each server works on at once
         timeout_seconds: float = 3600,  # of one request; a whole trace is one
         retries: int = 5,  # of a request that failed
-        api_key: str | None = None,  # None for the environment's OPENAI_API_KEY
     ) -> None:
         super().__init__(base_end_ids(base, revision, tokenizer), concurrency)
         needed("openai", "an engine behind HTTP", _PIP_LINE)
         self.urls = [_checked(url) for url in urls]
-        if not self.urls:
-            raise ValueError("urls is empty; give the address of at least one server")
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"urls is {list(urls)}; each server must be named once")
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls is {list(urls)}; name at least one server, and each once")
         if timeout_seconds <= 0 or retries < 0:
             raise ValueError(
                 f"timeout_seconds is {timeout_seconds} and retries {retries}; the former must be "
@@ -66,7 +63,6 @@ class HTTPEngine(AskingEngine):
             )
         self.timeout_seconds = timeout_seconds
         self.retries = retries
-        self.api_key = api_key
 
     @abstractmethod
     def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
@@ -84,19 +80,13 @@ class HTTPEngine(AskingEngine):
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
         from openai import AsyncOpenAI
 
-        key = self.api_key or os.environ.get("OPENAI_API_KEY") or "none"
+        limits: Any = {"timeout": self.timeout_seconds, "max_retries": self.retries}
+        key = os.environ.get("OPENAI_API_KEY") or "none"
         async with AsyncExitStack() as stack:
-            servers = []
-            for url in self.urls:
-                client = AsyncOpenAI(
-                    api_key=key,
-                    base_url=url,
-                    timeout=self.timeout_seconds,
-                    max_retries=self.retries,
-                )
-                await stack.enter_async_context(client)
-                servers.append(partial(self._ask, url, client))
-            yield servers
+            clients = [AsyncOpenAI(api_key=key, base_url=url, **limits) for url in self.urls]
+            opened = [await stack.enter_async_context(client) for client in clients]
+            asking = zip(self.urls, opened, strict=True)
+            yield [partial(self._ask, url, client) for url, client in asking]
 
     async def _ask(self, url: str, client: AsyncOpenAI, ask: Ask) -> Reply:
         """Asks one server; see `Server`."""
