@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -19,13 +20,18 @@ from .interface import (
     Engine,
     EnginesDownError,
     ForkedAnswer,
+    ForkJob,
     ForkRequest,
+    Sampled,
     SamplingSettings,
     TokenCount,
-    TraceJob,
+    TraceRequest,
     top_entropy,
 )
 from .rows import Branch, SamplingRow
+
+_Made = TypeVar("_Made")
+_Work = tuple[TraceRequest, ForkJob | None]  # a trace to be sampled, or, if it is, to be forked
 
 
 class ServerDownError(Exception):
@@ -113,32 +119,29 @@ class _Call(Call):
     engine: AskingEngine
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.draws = self.fmt is not None and self.settings.temperature > 0
-        self.left: list[TraceJob] = []  # by servers that went down
+        self.left: list[_Work] = []  # by servers that went down
         self.running = 0  # traces
         self.asking = asyncio.Lock()  # of the desk
         self.changed = asyncio.Event()  # set when a trace is done, or left
 
     def run(self) -> None:
         """Makes traces on all servers, until the desk has no more of them."""
-        try:
-            asyncio.run(self._run())
-        except BaseExceptionGroup as group:  # of several errors the first one is raised alone
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+        asyncio.run(self._run())
 
     async def _run(self) -> None:
         concurrency = self.engine.concurrency
         if self.draws:
-            self.engine._prepare_sampling(self.settings, [])
+            self.engine._prepare_sampling(self.settings, None)
         async with self.engine._connect() as servers:
             hosts = [_Host(server, asyncio.Semaphore(concurrency)) for server in servers]
-            async with asyncio.TaskGroup() as group:
-                for host in hosts * concurrency:  # in turns
-                    group.create_task(self._work(host))
+            working = [asyncio.create_task(self._work(host)) for host in hosts * concurrency]
+            try:  # in turns; of several errors the first one is raised
+                await asyncio.gather(*working)
+            finally:
+                for task in working:
+                    task.cancel()
+                await asyncio.gather(*working, return_exceptions=True)
         if self.left:
             reasons = "; ".join(str(host.down) for host in hosts)
             raise EnginesDownError(
@@ -148,52 +151,49 @@ class _Call(Call):
 
     async def _work(self, host: _Host) -> None:
         """Makes traces on a server, one after the other, while it is up."""
-        while (job := await self._next(host)) is not None:
-            if job.trace is None:
-                await self._tried(job, self._sample(job, host))
-            fork = job.fork or (self.sampled(job) if job.trace is not None else None)
-            if fork is not None and await self._tried(job, self._answer_all(job, fork, host)):
-                self.forked(job)
+        while (work := await self._next(host)) is not None:
+            request, job = work
+            if job is None:
+                trace = request.trace or await self._tried(work, self._sample(request, host))
+                job = self.sampled(request, trace) if trace is not None else None
+            if job is not None:
+                answers = await self._tried((request, job), self._answer_all(job, host))
+                if answers is not None:
+                    self.forked(job, answers)
             self.running -= 1
             self.changed.set()
 
-    async def _next(self, host: _Host) -> TraceJob | None:
+    async def _next(self, host: _Host) -> _Work | None:
         """What a server does next; None where nothing is left, or it is down."""
         async with self.asking:
             while host.down is None:
-                job = self.left.pop() if self.left else self._begun()
-                if job is not None:
+                if self.left:
                     self.running += 1
-                    return job
+                    return self.left.pop()
+                if (request := self.desk.begin()) is not None:
+                    if self.draws and request.trace is None:
+                        self.engine._prepare_sampling(self.settings, request.key)
+                    self.running += 1
+                    return request, None
                 if not self.running:
                     return None
                 self.changed.clear()
                 await self.changed.wait()
         return None
 
-    def _begun(self) -> TraceJob | None:
-        request = self.desk.begin()
-        if request is None:
-            return None
-        if self.draws and request.trace is None:
-            self.engine._prepare_sampling(self.settings, [request.key])
-        return TraceJob(request, request.trace)
-
-    async def _tried(self, job: TraceJob, work: Awaitable[None]) -> bool:
-        """Whether some work on a trace is done; else others do it, or the desk is told why not."""
+    async def _tried(self, work: _Work, doing: Awaitable[_Made]) -> _Made | None:
+        """What is made of a trace; or others do the work, or the desk is told why not."""
         try:
-            await work
+            return await doing
         except ServerDownError:
-            self.left.append(job)
+            self.left.append(work)
         except Exception as error:  # noqa: BLE001 - the other traces go on
-            self.desk.failed(job.request, error)
-        else:
-            return True
-        return False
+            self.desk.failed(work[0], error)
+        return None
 
-    async def _answer_all(self, job: TraceJob, fork: ForkRequest, host: _Host) -> None:
-        """Forks a trace's answers, those that no server has given yet."""
-        shares = self.engine.shares_within_batches
+    async def _answer_all(self, job: ForkJob, host: _Host) -> list[ForkedAnswer]:
+        """Forks a trace's answers, those that no server has given yet; all of them."""
+        fork, shares = job.fork, self.engine.shares_within_batches
         left = [place for place in range(len(fork.cuts)) if place not in job.answers]
         left.sort(key=lambda place: 0 if shares else -fork.cuts[place])
         for wave in [left] if shares else [left[:1], left[1:]]:
@@ -201,16 +201,14 @@ class _Call(Call):
                 *(self._answer(fork, fork.cuts[place], host) for place in wave),
                 return_exceptions=True,
             )
-            errors: list[BaseException] = []
-            for place, result in zip(wave, results, strict=True):
-                if isinstance(result, ForkedAnswer):
-                    job.answers[place] = result
-                else:
-                    errors.append(result)
+            known = zip(wave, results, strict=True)
+            job.answers |= {n: one for n, one in known if isinstance(one, ForkedAnswer)}
+            errors = [one for one in results if isinstance(one, BaseException)]
             if errors:  # a refusal goes before a server that is down
                 raise min(errors, key=lambda error: isinstance(error, ServerDownError))
+        return [job.answers[place] for place in range(len(fork.cuts))]
 
-    async def _sample(self, job: TraceJob, host: _Host) -> None:
+    async def _sample(self, request: TraceRequest, host: _Host) -> Sampled:
         """Samples one thinking part and, where the model ended it by its marker, the answer.
 
         Where the end marker is several tokens, servers stop at its text, which is then looked at:
@@ -218,7 +216,7 @@ class _Call(Call):
         """
         fmt, settings, eos_ids = self.fmt, self.settings, self.engine.eos_ids
         assert fmt is not None
-        row = SamplingRow(job.request, settings.seed, fmt)
+        row = SamplingRow(request, settings.seed, fmt)
         several = fmt.end_marker is not None
         while True:
             thinking, begun = not row.thinking.ended, len(row.tokens)
@@ -236,15 +234,14 @@ class _Call(Call):
                 stop=stop,
             )
             reply = await host.ask(ask, self.engine.sample_counts)
-            end_ids, finished = reply.end_ids(ask), False
+            end_ids = reply.end_ids(ask)
             for token in reply.ids:
-                finished = row.push(token, settings, end_ids)
-                if finished or thinking == row.thinking.ended:
+                row.push(token, settings, end_ids)
+                if row.finished or thinking == row.thinking.ended:
                     break
-            if finished or not thinking:
-                self.count_sampled(job.request, len(row.tokens))
-                job.trace = row.sampled(end_ids)
-                return
+            if row.finished or not thinking:
+                self.count_sampled(request, len(row.tokens))
+                return row.sampled(end_ids)
             if not row.thinking.ended and not (several and reply.ids):
                 _check_length(reply, limit)
 
@@ -253,7 +250,7 @@ class _Call(Call):
         prompt = [*fork.prompt_ids, *fork.trace_ids[:cut], *self.suffix_ids]
         if fork.options:
             return await self._choose(prompt, tuple(fork.options), host)
-        branch, eos_ids = Branch(prompt, (), self.stop), self.engine.eos_ids
+        branch, eos_ids = Branch(self.stop), self.engine.eos_ids
         while True:
             limit = self.max_new_tokens - len(branch.ids)
             ask = Ask([*prompt, *branch.ids], limit, eos_ids, scored=True, stop=self.stop)
@@ -306,19 +303,18 @@ class AskingEngine(Engine, ABC):
     calls = _Call
 
     def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        super().__init__()
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
         self.eos_ids = eos_ids  # that end a text
         self.concurrency = concurrency  # requests that a server works on at once
-        self.counts = TokenCount()
-        self.sample_counts = TokenCount()
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
         """The servers, for one call."""
 
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Gets ready to sample rows with these further keys, or refuses to; none begin a call.
+    def _prepare_sampling(self, settings: SamplingSettings, key: str | None) -> None:
+        """Gets ready to sample a further row with this key, or refuses to; None begins a call.
 
         Nothing where each request carries its seed.
         """

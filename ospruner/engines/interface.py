@@ -161,14 +161,14 @@ class TraceDesk(Protocol):
 class Engine:
     """What labelling and evaluation ask of any engine: a stream of traces, sampled and forked."""
 
-    counts: TokenCount
-    """Of all forks so far."""
-    sample_counts: TokenCount
-    """Of all sampling so far."""
     batch_effects: str | None
     """Why a row may get other tokens in another call with the same seed; None where it does not."""
     calls: type[Call]
     """What does one call."""
+
+    def __init__(self) -> None:
+        self.counts = TokenCount()  # of all forks so far
+        self.sample_counts = TokenCount()  # of all sampling so far
 
     def sample_and_fork(
         self,
@@ -239,19 +239,18 @@ class Engine:
         for one in requests:
             trace = Sampled(list(one.trace_ids), [], "natural")
             asked.append(TraceRequest(one.prompt_ids, "", one.options, trace))
-        cuts = [list(one.cuts) for one in requests]
-        desk = _ListDesk(asked, cuts)
+        desk = _ListDesk(asked, [list(one.cuts) for one in requests])
         self.sample_and_fork(desk, SamplingSettings(), None, suffix_ids, max_new_tokens, stop)
-        return [answers for _, answers in desk.results()]
+        return [list(answers) for _, answers in desk.results()]
 
 
-class _ListDesk:
+class _ListDesk(TraceDesk):
     """A desk over a list of traces and their cuts; an error of one ends all."""
 
     def __init__(self, requests: Sequence[TraceRequest], cuts: Sequence[list[int]]) -> None:
         self._todo = iter(requests)
         self._cuts = {id(request): own for request, own in zip(requests, cuts, strict=True)}
-        self._made: dict[int, tuple[Sampled, list[ForkedAnswer]]] = {}
+        self._made: dict[int, tuple[Sampled, Sequence[ForkedAnswer]]] = {}
 
     def begin(self) -> TraceRequest | None:
         return next(self._todo, None)
@@ -260,12 +259,12 @@ class _ListDesk:
         return self._cuts[id(request)]
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
-        self._made[id(request)] = trace, list(answers)
+        self._made[id(request)] = trace, answers
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         raise error
 
-    def results(self) -> list[tuple[Sampled, list[ForkedAnswer]]]:
+    def results(self) -> list[tuple[Sampled, Sequence[ForkedAnswer]]]:
         """What was made of each request, in their order."""
         return [self._made[one] for one in self._cuts]
 
@@ -277,13 +276,13 @@ def row_state(seed: int, key: str) -> int:
 
 
 @dataclass
-class TraceJob:
-    """A trace, as far as it has come."""
+class ForkJob:
+    """A sampled trace whose answers are to be forked."""
 
     request: TraceRequest
-    trace: Sampled | None = None
-    fork: ForkRequest | None = None  # of its answers, once it is sampled
-    answers: dict[int, ForkedAnswer] = field(default_factory=dict)  # by the place of their cuts
+    trace: Sampled
+    fork: ForkRequest
+    answers: dict[int, ForkedAnswer] = field(default_factory=dict)  # so far, by their cut's place
 
 
 @dataclass
@@ -301,9 +300,7 @@ class Call(ABC):
     suffix_ids: Sequence[int]
     max_new_tokens: int
     stop: Callable[[], AnswerStop] | None
-
-    def __post_init__(self) -> None:
-        self._prompts: set[tuple[bool, int]] = set()  # forked or sampled, hashes
+    _prompts: set[tuple[bool, int]] = field(default_factory=set, init=False)  # if forked, hashes
 
     @abstractmethod
     def run(self) -> None:
@@ -313,28 +310,23 @@ class Call(ABC):
         """Counts a trace that was sampled in so many tokens."""
         self.engine.sample_counts.unique += self._new(request.prompt_ids, False) + tokens - 1
 
-    def sampled(self, job: TraceJob) -> ForkRequest | None:
+    def sampled(self, request: TraceRequest, trace: Sampled) -> ForkJob | None:
         """Hands in a sampled trace; what is to be forked off it, or None, and then it is done."""
-        request, trace = job.request, job.trace
-        assert trace is not None
         if cuts := self.desk.sampled(request, trace):
             kept = trace.trace_ids[: max(cuts)]
-            job.fork = ForkRequest(request.prompt_ids, kept, cuts, request.options)
-        else:
-            self.desk.done(request, trace, [])
-        return job.fork
+            fork = ForkRequest(request.prompt_ids, kept, cuts, request.options)
+            return ForkJob(request, trace, fork)
+        self.desk.done(request, trace, [])
+        return None
 
-    def forked(self, job: TraceJob) -> None:
+    def forked(self, job: ForkJob, answers: Sequence[ForkedAnswer]) -> None:
         """Hands in the answers that were forked off a trace, and counts them."""
-        fork, trace = job.fork, job.trace
-        assert fork is not None
-        assert trace is not None
-        answers = [job.answers[place] for place in range(len(fork.cuts))]
+        fork = job.fork
         alike = dict(zip(fork.cuts, answers, strict=True))  # at one cut all is shared
         forks = sum(len(self.suffix_ids) + len(a.ids) - (a.ended != "eos") for a in alike.values())
         prompt = self._new(fork.prompt_ids, True)
         self.engine.counts.unique += prompt + len(fork.trace_ids) + forks
-        self.desk.done(job.request, trace, answers)
+        self.desk.done(job.request, job.trace, answers)
 
     def _new(self, prompt_ids: Sequence[int], forked: bool) -> int:
         """How many tokens of a prompt are new: all or none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -30,7 +29,7 @@ class SamplingRow:
         self._draws_from = row_state(seed, request.key)
         self._fmt = fmt
         self.thinking = ends_alone(fmt).boundary_state()
-        self._capped = False
+        self.finished = self._capped = False
 
     @property
     def text(self) -> list[int]:
@@ -41,18 +40,19 @@ class SamplingRow:
         """64 bits of a draw."""
         return mix64(self._draws_from ^ number)
 
-    def push(self, token: int, settings: SamplingSettings, eos_ids: frozenset[int]) -> bool:
-        """Takes the next sampled token; whether the row is finished."""
+    def push(self, token: int, settings: SamplingSettings, eos_ids: frozenset[int]) -> None:
+        """Takes the next sampled token, and notes whether the row is finished."""
         self.tokens.append(token)
         state = self.thinking
         if token in eos_ids and token != self._fmt.think_end_id:
-            return True
-        if state.ended:
+            self.finished = True
+        elif state.ended:
             answered = len(self.tokens) - state.thinking_tokens - state.end_tokens
-            return answered >= settings.max_answer_tokens
-        state.push(token)
-        self._capped = not state.ended and state.thinking_tokens >= settings.max_new_tokens
-        return self._capped
+            self.finished = answered >= settings.max_answer_tokens
+        else:
+            state.push(token)
+            self._capped = not state.ended and state.thinking_tokens >= settings.max_new_tokens
+            self.finished = self._capped
 
     def sampled(self, eos_ids: frozenset[int]) -> Sampled:
         """The finished row's result."""
@@ -67,17 +67,18 @@ class SamplingRow:
         return Sampled(trace, answer, "cap" if self._capped else "natural", marker)
 
 
-@dataclass
 class Branch:
     """One fork: the answer so far."""
 
-    kept: Sequence[int]  # the text before the answer: prompt, thinking up to the cut, suffix
-    options: Sequence[int]  # as in `ForkRequest`
-    stop: InitVar[Callable[[], AnswerStop] | None]  # makes the rule that completes the answer
-    ids: list[int] = field(default_factory=list)
-    answer: ForkedAnswer | None = None  # the whole, once it is complete
-
-    def __post_init__(self, stop: Callable[[], AnswerStop] | None) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], AnswerStop] | None,  # makes the rule that completes the answer
+        kept: Sequence[int] = (),  # the text before it: prompt, thinking up to the cut, suffix
+        options: Sequence[int] = (),  # as in `ForkRequest`
+    ) -> None:
+        self.kept, self.options = kept, options
+        self.ids: list[int] = []
+        self.answer: ForkedAnswer | None = None  # the whole, once it is complete
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._rule = stop() if stop is not None else None

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from ospruner.bases import dtype_on
 from ospruner.optional import needed
 
 from .calling import Ask, AskingEngine, Reply, Server
-from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids, row_state
+from .interface import ENTROPY_TOKENS, SamplingSettings, base_end_ids, row_state
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -93,13 +93,9 @@ class VLLMEngine(AskingEngine):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Sequence[Server]]:
-        stepper = _Stepper(self.llm, seeded=not self.on_cpu)
-        try:
-            yield [stepper.ask]
-        finally:
-            stepper.close()
+        yield [_Stepper(self.llm, seeded=not self.on_cpu).ask]
 
-    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+    def _prepare_sampling(self, settings: SamplingSettings, key: str | None) -> None:
         if not self.on_cpu:
             return
         if os.environ[_IN_PROCESS] != "0":
@@ -109,20 +105,9 @@ class VLLMEngine(AskingEngine):
                 "greedily (temperature 0)"
             )
         # All keys since the call began: `sample` and streams begin theirs one after the other.
-        self._begun = b"" if not keys else self._begun
-        for key in keys:
-            self._begun = hashlib.blake2b(self._begun + key.encode()).digest()
+        hashed = b"" if key is None else hashlib.blake2b(self._begun + key.encode()).digest()
+        self._begun = hashed
         torch.manual_seed(row_state(settings.seed, self._begun.hex()) >> 1)
-
-
-@dataclass
-class _Live:
-    """A request that vLLM is working on."""
-
-    ask: Ask
-    answered: asyncio.Future[Reply]
-    rule: AnswerStop | None
-    reply: Reply = field(default_factory=lambda: Reply([], 0))  # so far
 
 
 class _Stepper:
@@ -131,7 +116,7 @@ class _Stepper:
     def __init__(self, llm: LLMEngine, seeded: bool) -> None:
         self._llm = llm
         self._seeded = seeded  # whether it takes a seed for each request
-        self._live: dict[str, _Live] = {}
+        self._waiting: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._names = itertools.count()
         self._stepping: asyncio.Task[None] | None = None
 
@@ -156,8 +141,6 @@ class _Stepper:
             output_kind=RequestOutputKind.DELTA if ask.stop else RequestOutputKind.FINAL_ONLY,
         )
         name = str(next(self._names))
-        rule = ask.stop() if ask.stop is not None else None
-        live = _Live(ask, asyncio.get_running_loop().create_future(), rule)
         try:
             self._llm.add_request(name, tokens_input(ask.prompt_ids), params)
         except VLLMValidationError as error:
@@ -165,50 +148,40 @@ class _Stepper:
                 f"vLLM refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
                 f"{ask.max_new_tokens} new ones: {error}"
             ) from error
-        self._live[name] = live
+        outputs = self._waiting[name] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())
-        return await live.answered
-
-    def close(self) -> None:
-        """Drops what is unfinished, so that vLLM can be used again."""
-        if self._live:
-            self._llm.abort_request(list(self._live))
-            self._live.clear()
+        reply, finished = Reply([], 0), False
+        rule = ask.stop() if ask.stop is not None else None
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished, part = output.finished, output.outputs[0]
+                reply.cached_tokens = max(reply.cached_tokens, output.num_cached_tokens or 0)
+                for place, token in enumerate(part.token_ids):
+                    reply.ids.append(token)
+                    if part.logprobs is not None:
+                        scores = part.logprobs[place]
+                        reply.logprobs.append(scores[token].logprob)
+                        reply.top_logprobs.append([one.logprob for one in scores.values()])
+                        reply.option_logprobs = [scores[one].logprob for one in ask.options]
+                    if rule is not None and rule.push(token):
+                        return reply
+        finally:  # complete, or given up
+            del self._waiting[name]
+            if not finished:
+                self._llm.abort_request([name])
+        return reply
 
     async def _step_until_idle(self) -> None:
         try:
-            while self._live:
+            while self._waiting:
                 for output in self._llm.step():
-                    self._take(output)
+                    if (outputs := self._waiting.get(output.request_id)) is not None:
+                        outputs.put_nowait(output)
                 await asyncio.sleep(0)  # those who waited hand in their next requests
         except Exception as error:  # noqa: BLE001 - raised in all who wait
-            for live in self._live.values():
-                if not live.answered.done():
-                    live.answered.set_exception(error)
-
-    def _take(self, output: RequestOutput) -> None:
-        live = self._live.get(output.request_id)
-        if live is None:
-            return
-        part, reply = output.outputs[0], live.reply
-        reply.cached_tokens = max(reply.cached_tokens, output.num_cached_tokens or 0)
-        for place, token in enumerate(part.token_ids):
-            reply.ids.append(token)
-            if part.logprobs is not None:
-                scores = part.logprobs[place]
-                reply.logprobs.append(scores[token].logprob)
-                reply.top_logprobs.append([s.logprob for s in scores.values()])
-                reply.option_logprobs = [scores[one].logprob for one in live.ask.options]
-            if live.rule is not None and live.rule.push(token):
-                if not output.finished:
-                    self._llm.abort_request([output.request_id])
-                self._answer(output.request_id, live)
-                return
-        if output.finished:
-            self._answer(output.request_id, live)
-
-    def _answer(self, name: str, live: _Live) -> None:
-        del self._live[name]
-        if not live.answered.done():
-            live.answered.set_result(live.reply)
+            for outputs in self._waiting.values():
+                outputs.put_nowait(error)

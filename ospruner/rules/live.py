@@ -199,7 +199,7 @@ class LiveRule:
         recurrent = any(isinstance(layer, linear) for layer in batch.cache.layers)
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
-        branch = Branch([], (), self._format.box_state)
+        branch = Branch(self._format.box_state)
         self._looking = False
         try:
             for piece in pieces:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -61,27 +61,17 @@ def _grouped_attention(
 AttentionInterface.register(_NAME, _grouped_attention)
 
 
-def takes_fast_attention(model: PreTrainedModel) -> bool:
-    """Whether `fast_attention` changes anything for a model: it takes the place of sdpa."""
-    return model.config.get_text_config()._attn_implementation == "sdpa"
-
-
 @contextmanager
-def fast_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Uses this attention in place of sdpa while the context lasts; masks must be 4-D or None."""
+def attention_for(model: PreTrainedModel, packed: bool) -> Iterator[None]:
+    """Uses this attention in place of sdpa for packed rows; masks must be 4-D or None there."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    if takes_fast_attention(model):
+    if packed and before == "sdpa":
         config._attn_implementation = _NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-
-
-def takes_slots(config: PreTrainedConfig) -> bool:
-    """Whether every layer of a model attends to everything."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 def spare_columns(columns: int) -> int:
@@ -174,7 +164,7 @@ class RowBatch:
         B, S = ids.shape
         real = torch.ones(B, S, dtype=torch.bool) if real is None else real
         start = self.columns
-        seen = self.seen if start else self.seen.new_zeros(B, 0)
+        seen = self.seen if start else real[:, :0]
         positions = (seen.sum(1, keepdim=True) + real.cumsum(1) - 1).clamp(min=0)  # (B, S)
         self.seen = torch.cat([seen, real], dim=1)
         # Where nothing is hidden but what comes after, attention is causal without any mask.
@@ -256,6 +246,5 @@ def padded(
     """Texts as ids (B, S), and which of these are real."""
     rows = [torch.as_tensor(text, dtype=torch.long) for text in texts]
     side = "left" if at_left else "right"
-    ids = pad_sequence(rows, batch_first=True, padding_side=side)
-    real = pad_sequence([row >= 0 for row in rows], batch_first=True, padding_side=side)
-    return ids, real
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
+    return ids.clamp(min=0), ids >= 0

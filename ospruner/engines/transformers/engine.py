@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.bases import input_device
 
-from ..interface import Call, Engine, ForkRequest, TokenCount, TraceJob, TraceRequest, end_ids
+from ..interface import Call, Engine, ForkJob, ForkRequest, TokenCount, TraceRequest, end_ids
 from ..rows import SamplingRow
-from .batch import RowBatch, fast_attention, joined, padded, takes_fast_attention, takes_slots
+from .batch import RowBatch, attention_for, joined, padded
 from .choosing import batch_effects, batch_noise, choose, run_alone
 from .forks import TOGETHER, Forks
 from .memory import MemoryBudget
@@ -34,7 +34,6 @@ class _Stream(Call):
     engine: TransformersEngine
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         engine, asked = self.engine, (self.suffix_ids, self.max_new_tokens, self.stop)
         self.model = engine.model
         self.forks = Forks(engine.model, engine.packed, *asked, engine.eos_ids, engine.counts)
@@ -42,43 +41,39 @@ class _Stream(Call):
         self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
         self.fork_added = len(self.suffix_ids) + self.max_new_tokens
         self.waiting: TraceRequest | None = None  # for memory
-        self.finished: list[TraceJob] = []  # traces that are to be forked
+        self.finished: list[ForkJob] = []  # traces that are to be forked
         self.free = engine.budget.free()  # since no row was live
         self.longest = 0  # prompt since then
 
     @torch.inference_mode()
     def run(self) -> None:
         """See `Engine.sample_and_fork`."""
-        with fast_attention(self.model) if self.engine.packed else nullcontext():
+        with attention_for(self.model, self.engine.packed):
             self._run()
 
     def _run(self) -> None:
-        batch = self._batch()
-        rows: list[SamplingRow | None] = []
+        rows: list[SamplingRow] = []
         while True:
-            live = [slot for slot, row in enumerate(rows) if row is not None]
-            gone = len(rows) - len(live)
+            live = [slot for slot, row in enumerate(rows) if not row.finished]
+            kept, gone = [rows[slot] for slot in live], len(rows) - len(live)
             if not live:
                 batch, rows = self._batch(), []  # the memory is free
-            if not live or (self.engine.packed and gone * _REFILL_SHARE >= len(rows)):
-                kept = [rows[slot] for slot in live]
-                if new := self._refill(len(live)):
-                    fresh, logits = self._prefill(new)
-                    if live:
-                        fresh = joined([(batch, live, None), (fresh, range(len(new)), None)])
-                    batch = fresh
-                    rows = [*kept, *new]
-                    self._choose(rows, range(len(kept), len(rows)), logits)
-                    continue
-                if not live:
-                    return
+            refills = not live or (self.engine.packed and gone * _REFILL_SHARE >= len(rows))
+            if refills and (new := self._refill(len(live))):
+                fresh, logits = self._prefill(new)
+                if live:
+                    fresh = joined([(batch, live, None), (fresh, range(len(new)), None)])
+                batch, rows = fresh, [*kept, *new]
+                self._choose(new, logits)
+                continue
+            if not live:
+                return
+            if refills or 2 * gone >= len(rows):
                 batch, rows = batch.take(live), kept
-            elif 2 * gone >= len(rows):
-                batch, rows = batch.take(live), [rows[slot] for slot in live]
-            live = [slot for slot, row in enumerate(rows) if row is not None]
-            ids = torch.tensor([[0 if row is None else row.tokens[-1]] for row in rows])
-            real = torch.tensor([[row is not None] for row in rows])
-            self._choose(rows, live, batch.feed(ids, real)[live])
+            real = torch.tensor([not row.finished for row in rows])
+            ids = torch.tensor([row.tokens[-1] for row in rows]) * real
+            logits = batch.feed(ids[:, None], real[:, None])
+            self._choose(kept, logits[real.to(logits.device)])
 
     def _batch(self) -> RowBatch:
         return RowBatch(self.model, self.engine.sample_counts, self.engine.packed)
@@ -90,27 +85,23 @@ class _Stream(Call):
         different = list(dict.fromkeys(prompts)) if self.engine.packed else prompts
         logits = batch.feed(*padded(different))
         if len(different) < len(prompts):
-            places = {prompt: i for i, prompt in enumerate(different)}
-            index = [places[prompt] for prompt in prompts]
+            index = [different.index(prompt) for prompt in prompts]
             batch, logits = batch.take(index), logits[index]
         return batch, logits
 
-    def _choose(
-        self, rows: list[SamplingRow | None], slots: Sequence[int], logits: torch.Tensor
-    ) -> None:
-        """Draws the next token of the rows in these slots from their logits (K, V)."""
-        chosen = [row for slot in slots if (row := rows[slot]) is not None]
-        numbers = [row.draw(len(row.tokens)) >> 11 for row in chosen]
+    def _choose(self, rows: Sequence[SamplingRow], logits: torch.Tensor) -> None:
+        """Draws the next token of rows (B) from their logits (B, V)."""
+        numbers = [row.draw(len(row.tokens)) >> 11 for row in rows]
         draws = torch.tensor(numbers, dtype=torch.float64) * 2.0**-53
         tokens, close = (t.cpu() for t in choose(logits, draws, self.settings, self.noise))
         for i in close.nonzero()[:, 0].tolist():
-            alone = run_alone(self.model, chosen[i].text, self.engine.sample_counts)
+            alone = run_alone(self.model, rows[i].text, self.engine.sample_counts)
             tokens[i] = choose(alone, draws[i : i + 1], self.settings)[0]
-        for slot, row, token in zip(slots, chosen, tokens.tolist(), strict=True):
-            if row.push(token, self.settings, self.engine.eos_ids):
-                rows[slot] = None
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.push(token, self.settings, self.engine.eos_ids)
+            if row.finished:
                 self.count_sampled(row.request, len(row.tokens))
-                self._finish(TraceJob(row.request, row.sampled(self.engine.eos_ids)))
+                self._keep(self.sampled(row.request, row.sampled(self.engine.eos_ids)))
 
     # What is begun, and what becomes of it.
 
@@ -137,13 +128,16 @@ class _Stream(Call):
         rows: list[SamplingRow] = []
         budget = self.engine.budget
         while live + len(rows) < self.engine.batch_size and not self._enough():
-            request, self.waiting = self.waiting or self._asked(), None
+            request, self.waiting = self.waiting or self.desk.begin(), None
             if request is None:
                 break
             if request.trace is not None:
-                self._finish(TraceJob(request, request.trace))
+                self._keep(self.sampled(request, request.trace))
                 continue
-            longest = max(self.longest, len(request.prompt_ids))
+            length = len(request.prompt_ids)
+            if self._refused(request, length, self.settings.max_new_tokens):
+                continue
+            longest = max(self.longest, length)
             if live + len(rows) >= budget.rows(longest + self.added, self.free):
                 if live or rows:
                     self.waiting = request
@@ -155,18 +149,9 @@ class _Stream(Call):
             rows.append(SamplingRow(request, self.settings.seed, self.fmt))
         return rows
 
-    def _asked(self) -> TraceRequest | None:
-        """The desk's next trace, but those that the engine refuses."""
-        while request := self.desk.begin():
-            if request.trace is not None:
-                return request
-            length, added = len(request.prompt_ids), self.settings.max_new_tokens
-            if not self._refused(request, length, added):
-                return request
-        return None
-
-    def _finish(self, job: TraceJob) -> None:
-        if self.sampled(job) and not self._refused(job.request, _tokens(job), self.fork_added):
+    def _keep(self, job: ForkJob | None) -> None:
+        """Keeps a trace until it is forked, unless the engine refuses it."""
+        if job is not None and not self._refused(job.request, _tokens(job), self.fork_added):
             self.finished.append(job)
 
     def _refused(self, request: TraceRequest, length: int, added: int) -> bool:
@@ -187,7 +172,7 @@ class _Stream(Call):
         Traces of similar length run together, and need room for themselves and for their forks.
         """
         budget, free = self.engine.budget, self.engine.budget.free()
-        waiting, ready = list[TraceJob](), list[TraceJob]()
+        waiting, ready = list[ForkJob](), list[ForkJob]()
         for job in sorted(self.finished, key=_tokens, reverse=True):
             fits = not live or budget.rows(_tokens(job) + self.fork_added, free) >= 2
             (ready if fits else waiting).append(job)
@@ -199,16 +184,14 @@ class _Stream(Call):
             size = max(1, min(most, fitting // 2))
             group, ready = ready[:size], ready[size:]
             together = max(1, min(TOGETHER, fitting - size))
-            forks = [job.fork for job in group if job.fork is not None]
-            for job, answers in zip(group, self.forks.run(forks, together), strict=True):
-                job.answers = dict(enumerate(answers))
-                self.forked(job)
+            answers = self.forks.run([job.fork for job in group], together)
+            for job, own in zip(group, answers, strict=True):
+                self.forked(job, own)
         return done
 
 
-def _tokens(job: TraceJob) -> int:
+def _tokens(job: ForkJob) -> int:
     """Of prompt and trace, as far as it is forked."""
-    assert job.fork is not None
     return len(job.fork.prompt_ids) + len(job.fork.trace_ids)
 
 
@@ -240,6 +223,7 @@ class TransformersEngine(Engine):
         fork_tokens: int = 16_384,  # cap on rows x columns of the traces forked together
         memory_share: float = 0.8,  # of the free memory, for keys and values, in (0, 1)
     ) -> None:
+        super().__init__()
         for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
@@ -248,14 +232,12 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.fork_tokens = fork_tokens
         self.eos_ids = end_ids(model.generation_config, tokenizer)
-        self.counts = TokenCount()
-        self.sample_counts = TokenCount()
         effects = batch_effects(self.model)
         alone = batch_size == 1 and effects is not None
         self.batch_effects = None if alone else effects
         self.packed = not alone and _takes_copies(self.model)
-        grouped = self.packed and takes_fast_attention(self.model)
-        self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
+        own = self.packed and model.config.get_text_config()._attn_implementation == "sdpa"
+        self.budget = MemoryBudget(self.model, memory_share, repeats=not own)
 
 
 LIKELIHOOD_TOLERANCE = 0.1
@@ -288,14 +270,16 @@ def mean_logprob(
 def _takes_copies(model: PreTrainedModel) -> bool:
     """Whether forks of a few tokens on copied rows get the probabilities that walked ones do."""
     config = model.config.get_text_config()
-    if not takes_slots(model.config) or config._attn_implementation not in _MASKED_ATTENTION:
+    layers = DynamicCache(config=model.config).layers
+    attends_to_all = all(type(layer) is DynamicLayer for layer in layers)
+    if not attends_to_all or config._attn_implementation not in _MASKED_ATTENTION:
         return False
     ids = [(7 * i + 3) % config.vocab_size for i in range(12)]
     options = list(range(min(config.vocab_size, 512)))
     traces = [ForkRequest(ids[:n], ids[4:10], (3, 6), options) for n in (2, 4)]
     found = []
     for packed in (True, False):
-        with fast_attention(model) if packed else nullcontext():
+        with attention_for(model, packed):
             forks = Forks(model, packed, ids[9:], 1, None, frozenset(), TokenCount())
             answers = [one for row in forks.run(traces) for one in row]
         found.append(torch.tensor([one.option_logprobs for one in answers]))

@@ -46,24 +46,23 @@ class Forks:
         self, forks: Sequence[ForkRequest], together: int = TOGETHER
     ) -> list[list[ForkedAnswer]]:
         """The answers of each trace, in the order of its cuts; so many decode side by side."""
+        texts = [[*fork.prompt_ids, *fork.trace_ids] for fork in forks]
         branches = []
-        for fork in forks:
-            text = [*fork.prompt_ids, *fork.trace_ids]
+        for fork, text in zip(forks, texts, strict=True):
             ends = [len(fork.prompt_ids) + cut for cut in fork.cuts]
             kept = [[*text[:end], *self.suffix_ids] for end in ends]
-            branches.append([Branch(one, fork.options, self.stop) for one in kept])
-        if self.packed and any(branches):
-            self._copy(forks, branches, together)
-        elif not self.packed:
-            for fork, own in zip(forks, branches, strict=True):
-                self._walk(fork, own)
+            branches.append([Branch(self.stop, one, fork.options) for one in kept])
+        if self.packed:
+            self._copy(texts, branches, together)
+        else:
+            for text, own in zip(texts, branches, strict=True):
+                self._walk(text, own)
         return [[one.answer for one in own if one.answer is not None] for own in branches]
 
     def _copy(
-        self, forks: Sequence[ForkRequest], branches: Sequence[list[Branch]], together: int
+        self, texts: Sequence[list[int]], branches: Sequence[list[Branch]], together: int
     ) -> None:
         """Runs the traces in the rows of batches, and each fork on a copy of its trace's row."""
-        texts = [[*fork.prompt_ids, *fork.trace_ids] for fork in forks]
         size = max(1, _PASS_TOKENS // max(map(len, texts)))
         trunks = []
         for low in range(0, len(texts), size):
@@ -81,10 +80,9 @@ class Forks:
                 parts.append((trunks[number], [row % size for _, row in some], ends))
             self._decode(joined(parts), [branch for branch, _ in chunk])
 
-    def _walk(self, fork: ForkRequest, branches: Sequence[Branch]) -> None:
+    def _walk(self, text: Sequence[int], branches: Sequence[Branch]) -> None:
         """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
         batch = RowBatch(self.model, self.count, packed=False)
-        text = [*fork.prompt_ids, *fork.trace_ids]
         for branch in sorted(branches, key=lambda one: len(one.kept)):
             end = len(branch.kept) - len(self.suffix_ids)
             if end > batch.columns:

@@ -49,12 +49,12 @@ class MemoryBudget:
 
     def rows(self, columns: int, free: Mapping[torch.device, int | None] | None = None) -> int:
         """How many rows of so many tokens fit into what is, or was, `free`; perhaps none."""
-        known = self.free() if free is None else free
-        fitting = sys.maxsize
-        for device, needed in self._needed(columns).items():
-            if (size := known[device]) is not None:
-                fitting = min(fitting, int(self.share * size / needed))
-        return fitting
+        sizes = self.free() if free is None else free
+        needed = self._needed(columns).items()
+        fit = [
+            int(self.share * size / one) for on, one in needed if (size := sizes[on]) is not None
+        ]
+        return min(fit, default=sys.maxsize)
 
     def refusal(self, columns: int) -> ValueError:
         """The error where not even one row of so many tokens fits."""
