@@ -135,9 +135,10 @@ class _Call(Call):
             self.engine._prepare_sampling(self.settings, None)
         async with self.engine._connect() as servers:
             hosts = [_Host(server, asyncio.Semaphore(concurrency)) for server in servers]
+            # The hosts take turns.
             working = [asyncio.create_task(self._work(host)) for host in hosts * concurrency]
-            try:  # in turns; of several errors the first one is raised
-                await asyncio.gather(*working)
+            try:
+                await asyncio.gather(*working)  # of several errors the first one is raised
             finally:
                 for task in working:
                     task.cancel()
