@@ -59,10 +59,11 @@ class Target:
         self, base: Any, seed: int, tuning: Any = "layers", prices: Ends | None = None
     ) -> None:
         head: Any = "price" if prices else "fixed"
-        config = StopConfig("run", head=head, tuning=tuning, seed=seed, learning_rate=1e-12)
-        reasoner = Reasoner()
-        settings = (config, reasoner.label_settings(seed), prices)
-        self.model: Any = new_policy(base, reasoner.tokenizer, *settings)
+        ends = list(prices or (PENALTY,))
+        own: dict[str, Any] = {"head": head, "prices": ends, "tuning": tuning, "seed": seed}
+        config, reasoner = StopConfig("run", learning_rate=1e-12, **own), Reasoner()
+        labels = reasoner.label_settings(seed)
+        self.model: Any = new_policy(base, reasoner.tokenizer, config, labels)
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = optimizer_of(self.model.policy, config)
         self.prices = prices_of_batch(prices, config.prices_per_batch, seed, 0) if prices else ()

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ospruner.eval.methods import METHOD_NAMES
 from ospruner.eval.results import price_name
 from ospruner.eval.table import TraceTable
 
 from .prices import chosen_prices
 
-METHODS = ("os-pruner", "probe", "convergence", "final-answer", "flashthink")
-TUNINGS = ("queries", "layers")
-HEADS = ("price", "fixed")
 VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
 """FlashThink's verifier in the paper."""
 
@@ -35,19 +33,12 @@ LOGIT_STEP, LARGEST_LOGIT_STEP = 0.4, 0.5
 """What one step of the head may add to a stop logit by the rule, and at the most: above, the head
 saturates before the layers learn."""
 
-
+_CHOICES = {"method": METHOD_NAMES, "head": ("price", "fixed"), "tuning": ("queries", "layers")}
 _LEAST = {
-    "layers": 0,
-    "adapter_rank": 0,
-    "prices_per_batch": 2,
-    "batch_size": 1,
-    "limit": 1,
-    "micro_batch_tokens": 1,
-    "seed": 0,
-    "held_out": 1,
-    "num_train_epochs": 1,
+    0: ("layers", "adapter_rank", "seed"),
+    1: ("batch_size", "limit", "micro_batch_tokens", "held_out", "num_train_epochs"),
+    2: ("prices_per_batch",),
 }
-
 _THEIRS = {
     *("learning_rate", "num_train_epochs", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed"),
@@ -165,15 +156,16 @@ class StopConfig(TrainingArguments):
         def refuse(name: str, allowed: str, kind: type[Exception] = ValueError) -> None:
             raise kind(f"{name} is {vars(self)[name]!r}; it must {allowed}")
 
-        for name, among in (("method", METHODS), ("head", HEADS), ("tuning", TUNINGS)):
+        for name, among in _CHOICES.items():
             if vars(self)[name] not in among:
                 refuse(name, f"be one of {', '.join(among)}")
         values = {key: value for key, value in vars(self).items() if value is not None}
-        for name in values.keys() & _LEAST.keys():
-            if isinstance(values[name], bool) or values[name] != int(values[name]):
-                refuse(name, "be an integer", TypeError)
-            if values[name] < _LEAST[name]:
-                refuse(name, f"be at least {_LEAST[name]}")
+        for least, names in _LEAST.items():
+            for name in values.keys() & names:
+                if isinstance(values[name], bool) or values[name] != int(values[name]):
+                    refuse(name, "be an integer", TypeError)
+                if values[name] < least:
+                    refuse(name, f"be at least {least}")
         for name in values.keys() & {"learning_rate", "head_learning_rate"}:
             if not 0 < values[name] < math.inf:
                 refuse(name, "be finite and > 0")
@@ -205,20 +197,16 @@ class StopConfig(TrainingArguments):
         return self.head == "price"
 
     @property
-    def stages(self) -> dict[str, float | None]:
+    def stages(self) -> dict[str, float]:
         """Stretches of a settled run, at whose ends a policy is saved: its folder in the run's.
 
-        Each with the price of a token, 0 for a baseline, which has none, and None for every price;
-        a single one has the run's own folder, "".
+        Each with the price of a token, 0 where there is none (a baseline, or every price); a single
+        one has the run's own folder, "".
         """
-        if self.method != "os-pruner":
-            return {"": 0.0}
-        if self.every_price:
-            return {"": None}
-        assert not isinstance(self.prices, str)
-        if len(self.prices) == 1:
-            return {"": self.prices[0]}
-        return {f"price{price_name(price)}": price for price in self.prices}
+        prices = [0.0] if self.every_price or isinstance(self.prices, str) else self.prices
+        if len(prices) == 1:
+            return {"": prices[0]}
+        return {f"price{price_name(price)}": price for price in prices}
 
     def settled(self, table: TraceTable, traces: int, magnitude: float, width: int) -> StopConfig:
         """A copy in which nothing is left to a rule.

@@ -26,17 +26,14 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.modeling_ospruner import WEIGHTS, load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.bases import dtype_on, plain_text_config
+from ospruner.bases import dtype_on
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.provenance import check_place
 
-from .config import StopConfig
 from .traces import LabelledTraces
-from .untrained import fresh_layers
 
 PROMPT = (
     "Another model is thinking about a problem. Judge after each paragraph of its thinking whether "
@@ -66,30 +63,6 @@ class Verifier:
     traces_of: tuple[str, str | None]
 
     @classmethod
-    def untrained(
-        cls, base: PreTrainedModel, settings: StopConfig, labelled: LabelSettings
-    ) -> Verifier:
-        """A fresh one.
-
-        Args:
-            base: the verifier model.
-            settings: of the run.
-            labelled: the settings of the traces that it judges.
-        """
-        config = OSPrunerConfig(
-            text_config=plain_text_config(base.config),
-            base_model_name_or_path=settings.verifier,
-            num_policy_layers=settings.layers,
-            tuning=settings.tuning,
-            step_stride=labelled.step_stride,
-            reasoning_format=labelled.reasoning_format,
-            ospruner_version=VERSION,
-        )
-        config._attn_implementation = base.config._attn_implementation
-        policy = fresh_layers(base.eval(), settings.layers, settings.tuning)
-        return cls(base, policy, config, (labelled.base_model, labelled.base_revision))
-
-    @classmethod
     def load(cls, folder: str | Path, labelled: LabelSettings, device: torch.device) -> Verifier:
         """What `save_pretrained` wrote, with the verifier model that it names.
 
@@ -113,21 +86,18 @@ class Verifier:
             )
         dtype = dtype_on(device, config.base_model_name_or_path)
         base = load_base(config, {}, {"dtype": dtype})
-        made = cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
-        for module in (made.base, made.policy):
-            torch.nn.Module.to(module, device)
-        return made
+        torch.nn.Module.to(base, device)
+        return cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Saves what was tuned, its configuration, and the prompt.
 
         Args:
             folder: an existing folder.
-            state_dict: the policy's own tensors, by name.
+            state_dict: the policy's own tensors, by their names in the file.
         """
         self.config.save_pretrained(folder)
-        named = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        (folder / WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
+        (folder / WEIGHTS).write_bytes(save(dict(state_dict), metadata={"format": "pt"}))
         name, revision = self.traces_of
         about = {"prompt": PROMPT, "traces_of": name, "traces_of_revision": revision}
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")

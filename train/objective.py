@@ -7,9 +7,14 @@ A policy that stops at step i with probability pi_i, given that it got there, st
 and earns R = sum_i P(tau = i) (A_i - lambda L_i), which is differentiable in the stop logits; A_i,
 L_i are labels (the paper's Eq. 1-4): no trace is sampled while training. Products of sigmoids are
 taken as sums of logsigmoids, so that logits of +-50 and traces of 1,000 steps lose nothing. Every
-tensor is padded to T steps; `mask` is true on the real steps, which come first in each row, and
-each row has one. As `TraceTable` makes them so, nothing is checked here: each look at a mask's
-values would make a GPU wait.
+tensor is padded to T steps. As `TraceTable` makes them, nothing is checked here: each look at a
+mask's values would make a GPU wait. Everywhere
+
+    logits   (N, T) stop logits at step ends
+    correct  (N, T) A_i in [0, 1], the correctness of the answer forced at each step
+    lengths  (N, T) L_i, thinking tokens through each step
+    mask     (N, T) bool, true on real steps, which come first in each row; each row has one
+    price    of a token >= 0, reward lost per thinking token
 
 An entropy bonus adds alpha H(tau). Gradients fade with pi (1 - pi): once most choices are all but
 certain, runs stay with what they happened to learn first; the bonus keeps those open on which
@@ -49,10 +54,6 @@ def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
     Half precision is computed in float32. Logits of the last step and of padding have no effect and
     receive no gradient, whatever their value.
 
-    Args:
-        logits: (N, T) stop logits.
-        mask: (N, T) bool, true on real steps.
-
     Returns:
         (N, T) log-probabilities, -inf on padding; `exp` of each row sums to one.
     """
@@ -70,17 +71,9 @@ def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
 def expected_reward(
     logits: Tensor, correct: Tensor, lengths: Tensor, price: float, mask: Tensor
 ) -> Tensor:
-    """Expected reward of each trace, R = sum_i P(tau = i) (A_i - lambda L_i); differentiable.
+    """(N,) expected rewards of traces, R = sum_i P(tau = i) (A_i - lambda L_i); differentiable.
 
-    Args:
-        logits: (N, T) stop logits.
-        correct: (N, T) A_i in [0, 1], the correctness of the answer forced at each step.
-        lengths: (N, T) L_i, thinking tokens through each step.
-        price: of a token >= 0, reward lost per thinking token.
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        (N,) expected rewards, in the logits' precision (float32 at least).
+    In the logits' precision (float32 at least).
     """
     probability = log_stop_distribution(logits, mask).exp()  # (N, T)
     reward = correct.to(probability.dtype) - price * lengths.to(probability.dtype)
@@ -88,18 +81,11 @@ def expected_reward(
 
 
 def stop_entropy(logits: Tensor, mask: Tensor) -> Tensor:
-    """Entropy of the step at which the policy stops, H(tau) = -sum_i P(tau = i) log P(tau = i).
+    """(N,) entropies of the step of stopping, H(tau) = -sum_i P(tau = i) log P(tau = i), in nats.
 
     It is also the entropy of the choices that are met on the way, each weighted with the
-    probability that the policy gets there. Differentiable.
-
-    Args:
-        logits: (N, T) stop logits.
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        (N,) entropies in nats, in the logits' precision (float32 at least); 0 where a trace has
-        one step.
+    probability that the policy gets there. Differentiable, in the logits' precision (float32 at
+    least); 0 where a trace has one step.
     """
     log_probability = log_stop_distribution(logits, mask)  # (N, T)
     # Logs are finite on real steps: 0 log 0 is 0, and so is its gradient.
@@ -115,24 +101,11 @@ def objective_loss(
     mask: Tensor,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """-(1/N) sum_n (R_n + alpha H_n) over a batch of N traces; of J prices the plain mean.
+    """-(1/N) sum_n (R_n + alpha H_n) over N traces, with alpha the entropy bonus, reward a nat.
 
+    With J prices, logits are (J, N, T), one for each (else a ValueError), and it is the plain mean.
     Among several prices 0 has no bonus: it would pay for stops, and nothing there pays for going on
     where the answer stands already. The objective there is the accuracy alone.
-
-    Args:
-        logits: (N, T) stop logits at step ends; (J, N, T) at each of J prices.
-        correct: (N, T) A_i.
-        lengths: (N, T) L_i in tokens.
-        price: of a token, >= 0, or J of them.
-        mask: (N, T) bool, true on real steps.
-        entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: there are not J prices.
     """
     if isinstance(price, Sequence):
         losses = [
@@ -152,13 +125,8 @@ def classifier_targets(
     """(N, T) what a classifier of `OSPrunerConfig.method` is trained to predict, 0 on padding.
 
     "convergence": the answer stays the final one from here to the end (Liu and Wang's words).
-    "final-answer": it is the final one here. All others: it is right.
-
-    Args:
-        method: see above.
-        correct: (N, T) A_i.
-        matches_final: (N, T) the forced answer equals the one forced at T.
-        mask: (N, T) true on real steps, which come first.
+    "final-answer": it is the final one here. All others: it is right. `matches_final` (N, T) tells
+    where the forced answer equals the one forced at T.
     """
     final = (matches_final > 0) & mask
     if method == "convergence":
@@ -178,20 +146,14 @@ def batch_loss(
 ) -> Tensor:
     """The loss of one batch: `objective_loss`, or the mean binary cross-entropy over its steps.
 
-    Args:
-        method: of `OSPrunerConfig`.
-        logits: (B, T) stop logits at step ends, or (J, B, T) at each of J prices.
-        batch: the labels.
-        price: of a token, or J of them; only "os-pruner" has one.
-        entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
+    Price and bonus are those of "os-pruner" alone.
     """
-    mask, correct, lengths = (
-        one.to(logits.device) for one in (batch.mask, batch.correct, batch.lengths)
-    )
+    device, mask = logits.device, batch.mask.to(logits.device)
     if method == "os-pruner":
-        return objective_loss(logits, correct, lengths, price, mask, entropy_bonus)
-    labels = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
-    targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits)  # (B, T)
+        labels = batch.correct.to(device), batch.lengths.to(device)
+        return objective_loss(logits, *labels, price, mask, entropy_bonus)
+    known = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
+    targets = torch.from_numpy(classifier_targets(method, *known)).to(logits)  # (B, T)
     return F.binary_cross_entropy_with_logits(logits[mask], targets[mask])
 
 

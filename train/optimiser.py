@@ -36,13 +36,9 @@ def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.Adam
 
 
 def average_weights(optimizer: torch.optim.Optimizer, taken: int) -> None:
-    """Takes the weights into their mean, which stands in the optimiser's state.
+    """Takes the weights into their mean, in which so many are already.
 
-    So checkpoints hold it, and nothing else needs to be kept.
-
-    Args:
-        optimizer: over the weights.
-        taken: how many are in the mean already.
+    It stands in the optimiser's state: so checkpoints hold it, and nothing else needs to be kept.
     """
     parameters = _parameters(optimizer)
     if not taken:

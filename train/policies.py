@@ -26,7 +26,7 @@ from ospruner.provenance import file_hash, provenance
 
 from .config import StopConfig
 from .flashthink import Verifier
-from .untrained import untrained
+from .untrained import fresh_config, fresh_layers, untrained
 
 Trainable = OSPrunerForCausalLM | Verifier
 
@@ -71,7 +71,6 @@ def new_policy(
     tokenizer: PreTrainedTokenizerBase,
     config: StopConfig,
     settings: LabelSettings,
-    ends: tuple[float, float] | None = None,
     tasks: Sequence[Mapping[str, Any]] = (),
 ) -> Trainable:
     """The base with an untrained policy, bound to the labels' base and reasoning format.
@@ -81,16 +80,24 @@ def new_policy(
     Args:
         base: the model that wrote the traces, or with method "flashthink" the verifier.
         tokenizer: its own; saved beside the policy.
-        config: method, tail and head.
+        config: method, tail and head, with the two ends of the prices for the head "price".
         settings: of the labels.
-        ends: lowest and highest price, for the head "price".
         tasks: of the parts of a mix.
     """
     model: Trainable
+    whose = settings.base_model, settings.base_revision
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.method == "flashthink":
-            model = Verifier.untrained(base, config, settings)
+            own = fresh_config(
+                base,
+                base_model_name_or_path=config.verifier,
+                num_policy_layers=config.layers,
+                tuning=config.tuning,
+                reasoning_format=settings.reasoning_format,
+            )
+            policy = fresh_layers(base.eval(), config.layers, config.tuning)
+            model = Verifier(base, policy, own, whose)
         else:
             model = untrained(
                 base,
@@ -98,10 +105,10 @@ def new_policy(
                 num_policy_layers=config.layers,
                 tuning=config.tuning,
                 adapter_rank=config.adapter_rank,
-                price_range=ends,
+                price_range=config.prices if config.every_price else None,  # type: ignore[arg-type]
                 reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
-                base_model_name_or_path=settings.base_model,
-                base_revision=settings.base_revision,
+                base_model_name_or_path=whose[0],
+                base_revision=whose[1],
             )
             model.eval()
             task = dict(settings.task)
@@ -144,7 +151,7 @@ def save_policy(
     Args:
         folder: where to; files of an earlier policy in it are replaced.
         model: the policy.
-        tensors: its own, by name, gathered from all processes.
+        tensors: its own, by their names in the file.
         price: that it was trained for; 0 for a classifier, unused with the head "price".
         said: what it says on the validation traces.
         table: these traces.
@@ -168,9 +175,7 @@ def save_policy(
     if warning := warning_about(table, outcome, price, steps, [*frontier.values()]):
         facts["warning"] = warning
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(
-        folder, state_dict={f"policy.{name}": tensor for name, tensor in tensors.items()}
-    )
+    model.save_pretrained(folder, state_dict=tensors)
     rules = [
         Rule(method, outcome, config.default_threshold, "threshold")
         if config.default_mode == "threshold"

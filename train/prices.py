@@ -21,7 +21,7 @@ GPT_OSS_PRICES = (2e-4, 1e-4, 5e-5, 2e-5, 1e-5, 0.0)
 """The paper's prices for GPT-OSS-20B and DRPO-7B."""
 SCHEDULES = {"r1": R1_PRICES, "gpt-oss": GPT_OSS_PRICES, "drpo": GPT_OSS_PRICES}
 
-_MANTISSAS = (1.0, 2.0, 5.0)
+_ROUND = [float(f"{m}e{e}") for e in range(-40, 40) for m in (1, 2, 5)]
 _RANGE_RATIO = 200
 _ANNEALED = 7  # prices above 0 of an automatic schedule
 
@@ -57,12 +57,9 @@ def chosen_prices(
         prices = tuple(float(number) for number in numbers)
     except ValueError:
         raise ValueError(f"prices is {given!r}; it must be {what}") from None
-    sound = bool(prices) and all(math.isfinite(price) and price >= 0 for price in prices)
-    if every_price:
-        sound &= len(prices) == 2 and 0 < prices[0] < prices[1]
-    else:
-        sound &= all(later < price for price, later in itertools.pairwise(prices))
-    if not sound:
+    falling = all(before > price for before, price in itertools.pairwise((math.inf, *prices)))
+    is_range = len(prices) == 2 and 0 < prices[0] < prices[1] < math.inf
+    if not (is_range if every_price else prices and falling and prices[-1] >= 0):
         raise ValueError(f"prices is {list(prices)}; it must be {what}")
     return prices
 
@@ -75,8 +72,8 @@ def automatic_schedule(table: TraceTable) -> tuple[float, ...]:
     `price (E[L_k] - E[L_1]) <= (acc_k - acc_1) / 2` for the step k that maximises accuracy.
     """
     highest = _worth_of_thinking(table) / 2
-    fitting = [price for price in _series(highest, -_ANNEALED, 1)[::-1] if price <= highest]
-    return (*fitting[:_ANNEALED], 0.0)
+    fitting = [price for price in _ROUND if price <= highest]
+    return (*fitting[-_ANNEALED:][::-1], 0.0)
 
 
 def automatic_range(table: TraceTable) -> tuple[float, float]:
@@ -88,18 +85,8 @@ def automatic_range(table: TraceTable) -> tuple[float, float]:
     together costs a few hundredths of what it gains, so that next to everything that helps pays.
     """
     worth = 2 * _worth_of_thinking(table)
-    high = next(price for price in _series(worth, 0, 2) if price >= worth)
+    high = next(price for price in _ROUND if price >= worth)
     return float(f"{high / _RANGE_RATIO:.1e}"), high
-
-
-def _series(price: float, start: int, end: int) -> list[float]:
-    """1, 2, 5, 10... times the power of ten below a price, and of others, rising."""
-    exponent = math.floor(math.log10(price))
-    return [
-        float(f"{m * 10.0**e:.0e}")
-        for e in range(exponent + start, exponent + end)
-        for m in _MANTISSAS
-    ]
 
 
 def _worth_of_thinking(table: TraceTable) -> float:
@@ -125,15 +112,9 @@ def _worth_of_thinking(table: TraceTable) -> float:
 def prices_of_batch(
     ends: tuple[float, float], count: int, seed: int, step: int
 ) -> tuple[float, ...]:
-    """The prices that an optimiser step is taken on, a function of its arguments alone.
+    """The prices that a run's step (from 0) is taken on, a function of the arguments alone.
 
     0, and one of each of `count` - 1 even parts of the logarithmic range, drawn from its part.
-
-    Args:
-        ends: of the range.
-        count: at least 2.
-        seed: of the run.
-        step: the number of the run's step, from 0.
     """
     low, high = ends
     parts = count - 1

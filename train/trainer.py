@@ -61,9 +61,6 @@ from .run_folder import claimed, has_ended, last_checkpoint, note, record_of
 from .tail import TrainedPolicy, no_denormals
 from .traces import Batch, LabelledTraces, head_outputs
 
-SATURATED = 0.05
-"""A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
-
 
 class StopTrainer(Trainer, TrainerCallback):
     """Trains a stopping policy on labels; a transformers `Trainer` whose run continues by itself.
@@ -157,16 +154,11 @@ class StopTrainer(Trainer, TrainerCallback):
             "validation_labels": trace_hash(self.eval_traces.table),
         }
         self._stages, self._progress = list(config.stages.items()), progress
-        self._ends = None
-        if config.every_price:
-            low, high = map(float, config.prices)
-            self._ends = (low, high)
         tasks = [one.settings.task for one in ours.parts.values()]
         self.stop_model: Trainable = new_policy(
-            model, processing_class, config, ours.settings, self._ends, tasks
+            model, processing_class, config, ours.settings, tasks
         )
         self.policies: list[SavedPolicy] = []
-        self._choices = self._saturated = 0
         self._ended = self._next_save = 0.0
         self.batches = EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed)
         passes = int(config.num_train_epochs or 1)
@@ -182,6 +174,7 @@ class StopTrainer(Trainer, TrainerCallback):
             train_dataset=range(len(rows)),
             eval_dataset=range(len(self.eval_traces)),
             callbacks=[self, *(callbacks or [])],
+            optimizers=(optimizer_of(self.stop_model.policy, config), None),
         )
         if progress is not silent:
             self.remove_callback(PrinterCallback)
@@ -196,11 +189,6 @@ class StopTrainer(Trainer, TrainerCallback):
 
         every: Any = range(len(self.traces))
         return DataLoader(every, batch_sampler=self.batches, collate_fn=rows_of)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """See `optimizer_of`."""
-        self.optimizer = optimizer_of(self.stop_model.policy, self.args)
-        return self.optimizer
 
     def train(  # type: ignore[override]
         self, resume_from_checkpoint: Any = None, **kwargs: Any
@@ -281,36 +269,19 @@ class StopTrainer(Trainer, TrainerCallback):
         args, policy = self.args, self.stop_model.policy
         states, device = self.traces.states(self.stop_model, batch.rows), policy.head.weight.device
         outputs = model(states.to(device), batch.positions.to(device))  # (B, T, K)
-        price: float | Sequence[float] = self._price or 0.0
+        price: float | Sequence[float] = self._price
         logits = outputs[..., 0]
-        if self._ends is not None:
+        if policy.prices is not None:
             count, step = args.prices_per_batch, self.state.global_step
-            price = prices_of_batch(self._ends, count, args.seed, step)
-            known: Any = policy.prices
-            places = torch.tensor([known.place(one) for one in price], device=device)
+            price = prices_of_batch((policy.prices.low, policy.prices.high), count, args.seed, step)
+            places = torch.tensor([policy.prices.place(one) for one in price], device=device)
             logits = price_logits(outputs, places[:, None, None])  # (J, B, T)
-        self._count(logits.detach(), batch.mask.to(device))
         return batch_loss(args.method, logits, batch, price, args.entropy_bonus or 0.0)
-
-    def _count(self, logits: Tensor, mask: Tensor) -> None:
-        """Counts choices, for the log; the last step of a trace is none."""
-        x = logits[..., :-1][mask[:, 1:].expand(*logits.shape[:-1], -1)]
-        self._choices += x.numel()
-        self._saturated += int((x.abs() > math.log(1 / SATURATED - 1)).sum())
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer`; with the share of saturated stop probabilities beside the loss."""
-        if "loss" in logs and self._choices:
-            logs = {**logs, "saturated_share": self._saturated / self._choices}
-            self._choices = self._saturated = 0
-        super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Exact replay on the validation traces, at the stage's price or the range's middle."""
-        price = self._price
-        if price is None:
-            assert self._ends is not None
-            price = math.sqrt(self._ends[0] * self._ends[1])
+        known = self.stop_model.config.prices
+        price = self._price if known is None else math.sqrt(known.low * known.high)
         outcome = replayed(self.stop_model, self.eval_traces.table, self.predicted(), price)
         found = {
             "eval_price": price,
@@ -336,9 +307,8 @@ class StopTrainer(Trainer, TrainerCallback):
         """What a checkpoint holds of the model: the policy's own tensors."""
         folder = Path(output_dir or self._out)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"policy.{name}": tensor.cpu() for name, tensor in self._tensors().items()}
         # Not `save_file`, whose files none but their owner may read.
-        (folder / SAFE_WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (folder / SAFE_WEIGHTS_NAME).write_bytes(save(self._tensors(), metadata={"format": "pt"}))
 
     def push_to_hub(self, repo: str, **settings: Any) -> Any:  # type: ignore[override]
         """Publishes the trained policy: `ospruner.publish` of its folder.
@@ -362,7 +332,7 @@ class StopTrainer(Trainer, TrainerCallback):
     # Stages
 
     @property
-    def _price(self) -> float | None:
+    def _price(self) -> float:
         """That of the stage that the next step belongs to."""
         stage = min(self.state.global_step // self._stage_steps, len(self._stages) - 1)
         return self._stages[stage][1]
@@ -392,7 +362,7 @@ class StopTrainer(Trainer, TrainerCallback):
                 self._out / name,
                 self.stop_model,
                 self._tensors(),
-                price or 0.0,
+                price,
                 said,
                 self.eval_traces.table,
                 self.args.seed,
@@ -417,10 +387,10 @@ class StopTrainer(Trainer, TrainerCallback):
             self._next_save = now + 9 * took
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The policy's own tensors."""
+        """The policy's own tensors, by their names in its file."""
         policy = self.stop_model.policy
-        own = policy.own_names()
-        return {name: x.detach() for name, x in policy.state_dict().items() if name in own}
+        own, all_of_it = policy.own_names(), policy.state_dict()
+        return {f"policy.{name}": x for name, x in all_of_it.items() if name in own}
 
     # The trunk, and what can go wrong
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +58,8 @@ def untrained(
     """
     chosen = reasoning_format or guess(tokenizer)
     check_blanks(tokenizer)
-    config = OSPrunerConfig(
-        text_config=plain_text_config(base.config),
+    config = fresh_config(
+        base,
         base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
         base_revision=base_revision,
         base_fingerprint=fingerprint_of(base, base_revision),
@@ -68,13 +69,19 @@ def untrained(
         head="fixed" if price_range is None else "price",
         price_range=None if price_range is None else list(price_range),
         reasoning_format=chosen.to_dict(),
-        ospruner_version=VERSION,
     )
-    config._attn_implementation = base.config._attn_implementation
     more = (tuning, init_bias, base_revision, adapter_rank, config.prices)
     policy = fresh_layers(base.eval(), num_policy_layers, *more)
     prepare(chosen, tokenizer)
     return OSPrunerForCausalLM(config, base, policy, tokenizer)
+
+
+def fresh_config(base: PreTrainedModel, **fields: Any) -> OSPrunerConfig:
+    """A policy's configuration of these fields, and of what follows from its base."""
+    literals = plain_text_config(base.config)
+    config = OSPrunerConfig(text_config=literals, ospruner_version=VERSION, **fields)
+    config._attn_implementation = base.config._attn_implementation
+    return config
 
 
 def fresh_layers(

@@ -66,7 +66,6 @@ def test_annealed_policies_earn_more(fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_
     epochs = [entry for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert [entry["epoch"] for entry in epochs] == list(range(1, 16))
     assert epochs[4]["loss"] < epochs[0]["loss"] - 0.02
-    assert all(0 <= entry["saturated_share"] <= 1 for entry in epochs)
     points = [entry for entry in log_of(tmp_path / "run") if "eval_price" in entry]
     assert [point["step"] for point in points] == list(range(30, 241, 30))
     assert {point["eval_price"] for point in points} == set(SETTINGS["prices"])
@@ -113,11 +112,6 @@ def test_an_entropy_bonus_keeps_a_run_from_never_stopping(fit: Fit, tmp_path: Pa
     assert stuck.tokens > 0.99 * stuck.full_tokens  # 1e-2 is too low a price to begin with
     assert free.tokens < 0.8 * free.full_tokens
     assert free.accuracy > 0.98
-    without, with_bonus = (
-        [e["saturated_share"] for e in log_of(tmp_path / name) if "loss" in e][-1]
-        for name in ("without", "with")
-    )
-    assert with_bonus < 0.8 < without
 
 
 @pytest.mark.parametrize("method", ["probe", "convergence", "final-answer"])
