@@ -18,8 +18,10 @@ from ospruner.bases import dtype_on
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import shared_problems, text_key
+from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import BoolArray, IntArray, TraceTable
 
+from .config import StopConfig
 from .labels.labelling import Labeller, problem_of
 from .labels.loading import Labels
 from .objective import classifier_targets
@@ -28,7 +30,7 @@ HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose the price on."""
 MIN_TRACES = 8
 _COMPARED_TRACES = 4
-_BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
+_NOT_THE_GRADER = (None, "no answer", "too long")  # a verdict, or why nothing could give one
 
 
 def held_out_split(problems: Sequence[str], held_out: int | None, seed: int) -> BoolArray:
@@ -53,35 +55,32 @@ def held_out_split(problems: Sequence[str], held_out: int | None, seed: int) -> 
 
 
 def split_labels(
-    labels: Labels, others: Labels | None, held_out: int | None, seed: int, limit: int | None
+    labels: Labels, others: Labels | None, config: StopConfig
 ) -> tuple[Dataset, Dataset]:
-    """Training and validation traces.
+    """Training and validation traces: of each domain the first `limit` ones of the labels.
 
     Args:
         labels: to train on.
-        others: of other problems, to validate on; None to hold problems out of `labels`.
-        held_out: how many problems of each domain; see `held_out_split`.
-        seed: which problems.
-        limit: only the first so many traces of each domain.
+        others: of other problems, to validate on; None to hold problems of each domain out of
+            `labels`.
+        config: of the run.
 
     Raises:
         ValueError: the others were made otherwise, or are of other domains.
     """
-    traces = labels.traces
-    ends = np.cumsum([len(one.traces) for one in (labels.parts or {"": labels}).values()])
-    domains = [rows[:limit] for rows in np.split(np.arange(len(traces)), ends[:-1])]
+    traces, parts = labels.traces, labels.parts or {"": labels}
+    ends = np.cumsum([len(one.traces) for one in parts.values()])
+    domains = [rows[: config.limit] for rows in np.split(np.arange(len(traces)), ends[:-1])]
+    rows = np.concatenate(domains)
     if others is None:
         ids = np.array([text_key(text) for text in traces["problem"]])
-        held = [held_out_split(ids[rows].tolist(), held_out, seed) for rows in domains]
-        pairs = list(zip(domains, held, strict=True))
-        training = np.concatenate([rows[~one] for rows, one in pairs])
-        return traces.select(training), traces.select(
-            np.concatenate([rows[one] for rows, one in pairs])
-        )
-    if held_out is not None:
+        held = [held_out_split(ids[one].tolist(), config.held_out, config.seed) for one in domains]
+        out = np.concatenate(held)
+        return traces.select(rows[~out]), traces.select(rows[out])
+    if config.held_out is not None:
         raise ValueError(
-            f"held_out is {held_out}, but with validation labels no problem is held out: leave one "
-            "of them out"
+            f"held_out is {config.held_out}, but with validation labels no problem is held out: "
+            "leave one of them out"
         )
     if set(others.parts) != set(labels.parts):
         raise ValueError(
@@ -89,7 +88,7 @@ def split_labels(
             f" the training labels of {sorted(labels.parts) or 'one task'}: give labels of the "
             "same domains"
         )
-    for name, part in (labels.parts or {"": labels}).items():
+    for name, part in parts.items():
         theirs = others.parts.get(name, others).settings
         # Validation may be sampled with another seed, day, and more often; all else must agree.
         may_differ = ("seed", "samples_per_problem", "prompt_date")
@@ -98,20 +97,20 @@ def split_labels(
                 f"the validation labels were made otherwise than the training labels "
                 f"({'; '.join(differences)}): label both with the same settings"
             )
-    found = traces.select(np.concatenate(domains)), others.traces
-    if shared := shared_problems(found[0]["problem"], found[1]["problem"]):
+    ours = traces.select(rows)
+    if shared := shared_problems(ours["problem"], others.traces["problem"]):
         raise ValueError(
             f"{len(shared)} problems are in both the training and the validation traces, such as "
             f"{shared[0]!r:.60}: split by problem"
         )
-    return found
+    return ours, others.traces
 
 
 def refuse_ungraded(traces: Dataset, bound: float) -> None:
     """Refuses labels of a grader that was broken, or cannot read these answers."""
     reasons = Counter(why for row in traces["ungraded_reasons"] for why in row)
     steps = reasons.total()
-    failed = {why: n for why, n in reasons.items() if why is not None and why not in _BY_THE_MODEL}
+    failed = {why: reasons[why] for why in reasons if why not in _NOT_THE_GRADER}
     share = sum(failed.values()) / steps
     if share > bound:
         counts = ", ".join(f"{why}: {n}" for why, n in sorted(failed.items()))
@@ -165,10 +164,9 @@ def load_labelled_base(
     where, revision = place_of(base, labels)
     known_revision(where, revision)  # refuses a policy
     made_by, tokenizer = labels.settings, load_tokenizer(where, revision)
-    if where != made_by.base_model and not (
-        Path(where).is_dir() and _asks_alike(tokenizer, labels)
-    ):
-        raise _not_by(where, labels, "")
+    elsewhere = where != made_by.base_model
+    if elsewhere and not (Path(where).is_dir() and _asks_alike(tokenizer, labels)):
+        raise _not_by(where, made_by)
     dtype = dtype_on(device, where, revision)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         where, revision=revision, dtype=dtype
@@ -179,16 +177,15 @@ def load_labelled_base(
     if found is not None and theirs is not None:
         if found != theirs:
             said = f": its weights have the fingerprint {found}, theirs had {theirs}"
-            raise _not_by(where, labels, said)
-    elif made_by.base_revision is None or where != made_by.base_model:
+            raise _not_by(where, made_by, said)
+    elif elsewhere or made_by.base_revision is None:
         difference = _answers_difference(model, tokenizer, labels)
         if difference > LIKELIHOOD_TOLERANCE:
-            raise _not_by(
-                where,
-                labels,
+            said = (
                 ": it gives their forced answers log-probabilities that differ by "
-                f"{difference:.2g} nats a token (tolerated: {LIKELIHOOD_TOLERANCE})",
+                f"{difference:.2g} nats a token (tolerated: {LIKELIHOOD_TOLERANCE})"
             )
+            raise _not_by(where, made_by, said)
     return model, tokenizer
 
 
@@ -198,8 +195,7 @@ def place_of(base: str | None, labels: Labels) -> tuple[str, str | None]:
     return base or labels.settings.base_model, None if moved else labels.settings.base_revision
 
 
-def _not_by(where: str, labels: Labels, said: str) -> ValueError:
-    made_by = labels.settings
+def _not_by(where: str, made_by: LabelSettings, said: str = "") -> ValueError:
     return ValueError(
         f"the labels were made by {made_by.base_model!r} at revision {made_by.base_revision!r}, "
         f"not by {where!r}, and a policy is trained on the base that wrote its traces{said}. "
@@ -209,8 +205,7 @@ def _not_by(where: str, labels: Labels, said: str) -> ValueError:
 
 def _asks_alike(tokenizer: PreTrainedTokenizerBase, labels: Labels) -> bool:
     """Whether a copy of the base that lies elsewhere asks the first problem in the same tokens."""
-    row = labels.traces[0]
-    labeller = Labeller.of(tokenizer, labels.settings)
+    row, labeller = labels.traces[0], Labeller.of(tokenizer, labels.settings)
     return bool(labeller.prompt(problem_of(row)) == row["prompt_ids"])
 
 

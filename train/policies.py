@@ -176,12 +176,9 @@ def save_policy(
         facts["warning"] = warning
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=tensors)
-    rules = [
-        Rule(method, outcome, config.default_threshold, "threshold")
-        if config.default_mode == "threshold"
-        else Rule(method, outcome, one, "price")
-        for one, outcome in outcomes.items()
-    ]
+    rules = [Rule(method, one, k, "price") for k, one in outcomes.items()]
+    if config.default_mode == "threshold":
+        rules = [Rule(method, outcome, config.default_threshold, "threshold")]
     frame = Report([Rule(FULL, full), *rules], table.problem_index).frame
     frame["chosen"] = frame.index == 1 + list(outcomes).index(price)
     setting = (
@@ -218,33 +215,24 @@ def warning_about(
         prices: outcomes at all prices, of a policy of every price.
     """
     first, full = float(table.lengths[:, 0].mean()), replay_full(table)
-    near, found = TRIVIAL * (full.mean_tokens - first), []
-    if steps < FEWEST_STEPS:
-        found.append(
-            f"took {steps} optimiser steps, of at least {FEWEST_STEPS} that it needs: leave "
-            "num_train_epochs out or raise it, or label more problems"
-        )
-    if outcome.mean_tokens >= full.mean_tokens - near:
-        saved = max(0.0, 1 - outcome.mean_tokens / full.mean_tokens)
-        found.append(
-            "never stops: on the validation traces it equals the full trace and saves "
-            f"{100 * saved:.1f} % of its tokens: train on higher prices, or on more labels"
-        )
-    elif outcome.mean_tokens <= first + near:
-        found.append(
-            "always stops: on the validation traces at the first step, whatever stands there: "
-            "train on lower prices, or on problems that need thinking"
-        )
+    near, tokens = TRIVIAL * (full.mean_tokens - first), outcome.mean_tokens
+    never = tokens >= full.mean_tokens - near
+    at_once = not never and tokens <= first + near
     lost = full.accuracy - outcome.accuracy
-    if lost > price * (full.mean_tokens - outcome.mean_tokens) > 0:
-        found.append(
-            f"is worse than never stopping at its own price {price:g}: on the validation traces "
-            f"it loses {100 * lost:.1f} points, and the tokens that it saves are worth fewer: "
-            "generate with a lower price, or train on more labels"
-        )
-    if prices and max(one.accuracy for one in prices) < full.accuracy - LITTLE:
-        found.append(
-            "loses more than a point on the validation traces at every price: train on lower "
-            "prices, or on more labels"
-        )
-    return "; it ".join(found)
+    worse = lost > price * (full.mean_tokens - tokens) > 0
+    best = max((one.accuracy for one in prices), default=full.accuracy)
+    said = {
+        f"took {steps} optimiser steps, of at least {FEWEST_STEPS} that it needs: leave "
+        "num_train_epochs out or raise it, or label more problems": steps < FEWEST_STEPS,
+        "never stops: on the validation traces it equals the full trace and saves "
+        f"{100 * max(0.0, 1 - tokens / full.mean_tokens):.1f} % of its tokens: train on higher "
+        "prices, or on more labels": never,
+        "always stops: on the validation traces at the first step, whatever stands there: train on "
+        "lower prices, or on problems that need thinking": at_once,
+        f"is worse than never stopping at its own price {price:g}: on the validation traces it "
+        f"loses {100 * lost:.1f} points, and the tokens that it saves are worth fewer: generate "
+        "with a lower price, or train on more labels": worse,
+        "loses more than a point on the validation traces at every price: train on lower prices, "
+        "or on more labels": best < full.accuracy - LITTLE,
+    }
+    return "; it ".join(text for text, holds in said.items() if holds)

@@ -63,8 +63,7 @@ def _attend(
     scaling: float,
     s_aux: Tensor,  # (heads,), the sinks
     sliding_window: int | None = None,  # tokens that a token sees, itself included; None for all
-    dropout: float = 0.0,
-    **_: Any,
+    **_: Any,  # also dropout, which is 0 here
 ) -> tuple[Tensor, None]:
     """Attention as transformers' layers call it: (B, T, heads, D), and no scores."""
     B, heads, T, D = query.shape
@@ -73,20 +72,17 @@ def _attend(
     query = F.pad(torch.cat([query, sinks], dim=-1), (0, room))
     sink = F.pad(key.new_ones(1), (D, room)).expand(B, key.shape[1], 1, -1)  # as a key
     key, value = (F.pad(one, (0, 1 + room)) for one in (key, value))
-    how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     if attention_mask is None and sliding_window is not None and sliding_window < T:
-        out = _in_blocks(query, key, value, sink, sliding_window, **how)
+        out = _in_blocks(query, key, value, sink, sliding_window, scaling)
     else:
         key, value = torch.cat([sink, key], dim=2), F.pad(value, (0, 0, 1, 0))
+        how: dict[str, Any] = {"scale": scaling, "enable_gqa": True}
         if attention_mask is None:
             # One more query, so that the sink's key is in the past of all others.
-            query = F.pad(query, (0, 0, 1, 0))
+            query, how["is_causal"] = F.pad(query, (0, 0, 1, 0)), True
         else:
             how["attn_mask"] = F.pad(attention_mask, (1, 0)).to(query.dtype)
-        causal = attention_mask is None
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, enable_gqa=True, **how
-        )[:, :, -T:]
+        out = F.scaled_dot_product_attention(query, key, value, **how)[:, :, -T:]
     return out[..., :D].transpose(1, 2).contiguous(), None
 
 
@@ -96,7 +92,7 @@ def _in_blocks(
     value: Tensor,
     sink: Tensor,  # (B, KV, 1, E)
     window: int,
-    **how: Any,
+    scaling: float,
 ) -> Tensor:
     """Causal attention in a window of W tokens, (B, heads, T, E), W queries at a time.
 
@@ -113,7 +109,7 @@ def _in_blocks(
             torch.cat([sink, key[:, :, first:end]], dim=2),
             F.pad(value[:, :, first:end], (0, 0, 1, 0)),
             attn_mask=seen.repeat(groups, 1),
-            **how,
+            scale=scaling,
         )  # (B, KV, heads / KV x W, E)
         found.append(out.unflatten(2, (groups, -1)).flatten(1, 2))
     return torch.cat(found, dim=2)

@@ -40,18 +40,13 @@ class States:
     """What a policy reads of B traces, without gradient, padded at the right.
 
     Attributes:
-        hidden: (B, S, H) what enters the tail; for a policy that is queries only (B, T, H), at step
-            ends.
+        hidden: (B, S, H) what enters the tail, on the policy's device; for a policy that is queries
+            only (B, T, H), at step ends.
         keys: for such a policy, keys and values (B, KV, S, D) of the base's last n layers.
     """
 
     hidden: Tensor
     keys: Sequence[LayerKeys] = ()
-
-    def to(self, device: torch.device) -> States:
-        """The same on a device."""
-        keys = [LayerKeys(one.keys.to(device), one.values.to(device)) for one in self.keys]
-        return States(self.hidden.to(device), keys)
 
     def of(self, b: int, tokens: int, steps: int) -> dict[str, Tensor]:
         """One trace's, without padding, by name; as copies on the CPU."""
@@ -137,4 +132,4 @@ def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> State
     if model.policy.queries:
         rows = torch.arange(len(texts), device=hidden.device)[:, None]
         hidden = hidden[rows, positions.to(hidden.device)]  # (B, T, H)
-    return States(hidden, keys)
+    return States(hidden.to(model.policy.head.weight.device), keys)

@@ -72,15 +72,14 @@ def no_scores(decoder: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True) -> Tensor:
+def step_outputs(policy: StoppingPolicy, states: Any, positions: Tensor) -> Tensor:
     """What the policy's head says at step ends.
 
     Args:
-        policy: a `StoppingPolicy`.
+        policy: the policy.
         states: `States` of traces padded at their right ends. As the policy is causal, the padding
             needs no mask.
         positions: (B, T) index in S of each step's last token.
-        fast: compute the last layer at step ends only, where that is written out here.
 
     Returns:
         (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
@@ -88,15 +87,10 @@ def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True)
     hidden = states.hidden
     with no_scores(policy.tail, hidden.device):
         if policy.queries:
-            at_ends: Tensor = policy.outputs(
-                hidden, positions, keys=states.keys, columns=positions
-            )  # (B, T, K)
-            return at_ends
-        if policy.tail is not None:
-            hidden = hidden.to(policy.tail.dtype)
-        if fast and _takes_fast_tail(policy.tail):
+            return policy.outputs(hidden, positions, keys=states.keys, columns=positions)
+        if _takes_fast_tail(policy.tail):
             return _fast_outputs(policy, hidden, positions)
-        outputs: Tensor = policy.outputs(hidden)  # (B, S, K)
+        outputs = policy.outputs(hidden)  # (B, S, K)
         return outputs.gather(1, positions[..., None].expand(*positions.shape, outputs.shape[2]))
 
 
@@ -108,8 +102,9 @@ def _takes_fast_tail(tail: nn.Module | None) -> bool:
     return tail.config._attn_implementation == "sdpa" and not sliding
 
 
-def _fast_outputs(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
-    tail = policy.tail
+def _fast_outputs(policy: StoppingPolicy, hidden: Tensor, positions: Tensor) -> Tensor:
+    tail: Any = policy.tail
+    hidden = hidden.to(tail.dtype)
     everywhere = torch.arange(hidden.shape[1], device=hidden.device)[None]  # (1, S)
     rotary = tail.rotary_emb(hidden, everywhere)  # cos, sin (1, S, D)
     for layer in tail.layers[:-1]:
@@ -171,17 +166,16 @@ class TrainedPolicy(nn.Module):
         super().__init__()
         self.policy = policy.eval()
         self._half = half
-        if checkpointing:
-
-            def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-                """Around a layer's forward pass, and around the same again in the backward pass."""
-                return nullcontext(), no_scores(policy.tail, policy.head.weight.device)
-
-            for layer in policy.layers:
-                # Inside the call, after the hook that puts back its input.
-                layer.forward = partial(
-                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
-                )
+        again = partial(no_scores, policy.tail, policy.head.weight.device)
+        for layer in policy.layers if checkpointing else ():
+            # Inside the call, after the hook that puts back its input. The contexts are around the
+            # forward pass, and around the same again in the backward pass.
+            layer.forward = partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), again()),
+            )
 
     def train(self, mode: bool = True) -> TrainedPolicy:
         """Stays in eval mode."""

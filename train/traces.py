@@ -142,29 +142,23 @@ class LabelledTraces:
         )
 
     def states(self, model: Any, rows: IntArray) -> States:
-        """What a model's policy reads of some traces: as it is kept, or from the trunk.
-
-        Args:
-            model: base and policy.
-            rows: (B,) numbers of the traces.
-        """
+        """What a model's policy reads of traces (B,): as it is kept, or from the trunk."""
         names = [self._names[row] for row in rows]
         if self.holds_states_of(model) and all(name in self._kept for name in names):
-            return stacked([self._kept[name] for name in names], model.base.device)
+            return stacked([self._kept[name] for name in names], model.policy.head.weight.device)
         positions = torch.from_numpy(self.positions[rows, : int(self.table.num_steps[rows].max())])
         return run_trunk(model, [self.tokens[row] for row in rows], positions)
 
     def holds_states_of(self, model: Any) -> bool:
         """Whether `cache_states` has kept what the model's policy reads."""
-        return self._kept_for is not None and self._kept_for == _trunk_of(model)
+        return self._kept_for == _trunk_of(model)
 
     def cache_states(
         self,
         model: Any,
         limit_bytes: int,
         progress: Progress = silent,
-        rank: int = 0,
-        processes: int = 1,
+        share: tuple[int, int] = (0, 1),
         rows: IntArray | None = None,
     ) -> int:
         """Runs the trunk once over traces of which nothing is kept yet.
@@ -175,9 +169,8 @@ class LabelledTraces:
             model: whose trunk.
             limit_bytes: larger states are not kept in memory; they are computed for each batch.
             progress: called with phase "trunk", in traces.
-            rank: of this process among those that fill the folder together; the caller waits for
-                the others.
-            processes: how many there are.
+            share: rank of this process, and the number of those that fill the folder together; the
+                caller waits for the others.
             rows: numbers of the traces that will be read; None for all.
 
         Returns:
@@ -195,7 +188,7 @@ class LabelledTraces:
         total, size, seen = int(wanted.sum()), 0, 0
         done = total - int(missing.sum())
         if self.folder is not None:  # each its own, whatever the others have written yet
-            missing &= np.arange(len(self)) % processes == rank
+            missing &= np.arange(len(self)) % share[1] == share[0]
         for batch in length_batches(self.token_lengths):
             some = batch[missing[batch]]
             if not len(some):
@@ -254,8 +247,7 @@ def head_outputs(
     outputs_of: Callable[[States, Tensor], Tensor],
     model: Any,
     traces: LabelledTraces,
-    rank: int = 0,
-    processes: int = 1,
+    share: tuple[int, int] = (0, 1),
 ) -> npt.NDArray[np.float32]:
     """(N, T, K) of the head, 0 on padding and on the traces of other processes.
 
@@ -263,12 +255,11 @@ def head_outputs(
         outputs_of: (B, T, K) from the trunk's states and positions (B, T).
         model: whose trunk.
         traces: N labelled traces.
-        rank: of this process among those that share the work.
-        processes: how many there are.
+        share: rank of this process, and the number of those that share the work.
     """
     width = model.policy.head.out_features
     out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
-    for rows in length_batches(traces.token_lengths)[rank::processes]:
+    for rows in length_batches(traces.token_lengths)[share[0] :: share[1]]:
         batch, states = traces.batch(rows), traces.states(model, rows)
         positions = batch.positions.to(states.hidden.device)
         said = outputs_of(states, positions).float().cpu()  # (B, T, K)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from time import monotonic
@@ -118,7 +118,7 @@ class StopTrainer(Trainer, TrainerCallback):
             labels = labels["train"]
         ours = load_labels(labels)
         others = None if eval_labels is None else load_labels(eval_labels)
-        sets = split_labels(ours, others, config.held_out, config.seed, config.limit)
+        sets = split_labels(ours, others, config)
         for one in sets:
             refuse_ungraded(one, config.max_ungraded)
         if config.method == "flashthink":
@@ -139,11 +139,10 @@ class StopTrainer(Trainer, TrainerCallback):
         width = int(model.config.get_text_config().hidden_size)
         magnitude = _magnitude(model, self.traces)
         config = config.settled(self.traces.table, len(rows), magnitude, width)
-        known = sorted({text_key(one) for one in sets[0]["problem"]})
         self._facts = {
             "data_hash": ours.data_hash,
             "training_traces": len(rows),
-            "trained_on": " ".join(known),
+            "trained_on": " ".join(sorted({text_key(one) for one in sets[0]["problem"]})),
         }
         if ours.parts:
             self._facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
@@ -159,6 +158,7 @@ class StopTrainer(Trainer, TrainerCallback):
             model, processing_class, config, ours.settings, tasks
         )
         self.policies: list[SavedPolicy] = []
+        self._share = config.process_index, config.world_size
         self._ended = self._next_save = 0.0
         self.batches = EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed)
         passes = int(config.num_train_epochs or 1)
@@ -183,12 +183,10 @@ class StopTrainer(Trainer, TrainerCallback):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The whole batches' traces, the same in all processes: each takes its share itself."""
-
-        def rows_of(rows: list[int]) -> dict[str, IntArray]:
-            return {"rows": np.array(rows, dtype=np.int64)}
-
         every: Any = range(len(self.traces))
-        return DataLoader(every, batch_sampler=self.batches, collate_fn=rows_of)
+        return DataLoader(
+            every, batch_sampler=self.batches, collate_fn=lambda rows: {"rows": np.array(rows)}
+        )
 
     def train(  # type: ignore[override]
         self, resume_from_checkpoint: Any = None, **kwargs: Any
@@ -205,9 +203,8 @@ class StopTrainer(Trainer, TrainerCallback):
             MemoryError: memory ran out; it says what to lower.
         """
         out, result = self._out, TrainOutput(0, math.nan, {})
-        with no_denormals(), ExitStack() as stack:
-            if self.args.should_save:
-                stack.enter_context(claimed(out, self._identity))
+        ours = claimed(out, self._identity) if self.args.should_save else nullcontext()
+        with no_denormals(), ours:
             self.accelerator.wait_for_everyone()
             if not has_ended(out):
                 try:
@@ -242,8 +239,7 @@ class StopTrainer(Trainer, TrainerCallback):
         Returns:
             The batch's loss, of this process's share times the number of processes, a scalar.
         """
-        args, rows = self.args, inputs["rows"]
-        rank, size = args.process_index, args.world_size
+        args, rows, (rank, size) = self.args, inputs["rows"], self._share
         lengths, whole = self.traces.token_lengths, self.traces.batch(rows)
         parts = micro_batches(lengths, rows, args.micro_batch_tokens, size)
         total = torch.zeros((), device=args.device)
@@ -268,7 +264,7 @@ class StopTrainer(Trainer, TrainerCallback):
         """The mean loss of some traces, a scalar."""
         args, policy = self.args, self.stop_model.policy
         states, device = self.traces.states(self.stop_model, batch.rows), policy.head.weight.device
-        outputs = model(states.to(device), batch.positions.to(device))  # (B, T, K)
+        outputs = model(states, batch.positions.to(device))  # (B, T, K)
         price: float | Sequence[float] = self._price
         logits = outputs[..., 0]
         if policy.prices is not None:
@@ -295,11 +291,8 @@ class StopTrainer(Trainer, TrainerCallback):
 
     def predicted(self) -> Predicted:
         """What the policy says now on the validation traces; all processes share the work."""
-        args = self.args
-        part = head_outputs(
-            self.model, self.stop_model, self.eval_traces, args.process_index, args.world_size
-        )
-        whole = self.accelerator.reduce(torch.from_numpy(part).to(args.device), "sum")
+        part = head_outputs(self.model, self.stop_model, self.eval_traces, self._share)
+        whole = self.accelerator.reduce(torch.from_numpy(part).to(self.args.device), "sum")
         table, config = self.eval_traces.table, self.stop_model.config
         return Predicted(whole.cpu().numpy(), table.mask, config.prices, config.price)
 
@@ -409,8 +402,7 @@ class StopTrainer(Trainer, TrainerCallback):
         args, base = self.args, self.stop_model.base
         limit = int(args.states_gib * 2**30)
         for traces, rows in ((self.traces, self.batches.rows), (self.eval_traces, None)):
-            place = (args.process_index, args.world_size, rows)
-            limit -= traces.cache_states(self.stop_model, limit, self._progress, *place)
+            limit -= traces.cache_states(self.stop_model, limit, self._progress, self._share, rows)
         self.accelerator.wait_for_everyone()
         kept = all(one.holds_states_of(self.stop_model) for one in (self.traces, self.eval_traces))
         # Packed weights stay where they are.

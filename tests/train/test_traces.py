@@ -132,7 +132,7 @@ def test_files_hold_what_memory_holds_and_processes_fill_them_together(
         steps, tokens = held.table.mask.sum(), held.token_lengths.sum()
         assert size == 4 * (32 * steps + 2 * 2 * 2 * 8 * tokens)
     for rank in (0, 1):
-        disk = kept(make_labels(12), rank=rank, processes=2)
+        disk = kept(make_labels(12), share=(rank, 2))
     assert sum(asked) == 12 + 12
     assert disk.cache_states(model, 0) == 0  # nothing of it is in memory
     ours, theirs = held.states(model, ROWS), disk.states(model, ROWS)
