@@ -4,7 +4,7 @@ config, prices      what a run is: `StopConfig`; prices of a token to train for
 trainer             `StopTrainer`: transformers' Trainer with the objective and stages of prices
 objective           the losses
 tail                the policy's logits at step ends
-traces, batches     labelled traces, what a policy says on them, and which are computed together
+traces              labelled traces, what a policy says on them, and which are computed together
 states              what a tail reads of them: computed packed, and kept
 policies            a fresh policy for labels, and what is saved of a trained one
 label_sets          the labels of a run and the model that made them: what is refused

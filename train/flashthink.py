@@ -64,15 +64,10 @@ class Verifier:
 
     @classmethod
     def load(cls, folder: str | Path, labelled: LabelSettings, device: torch.device) -> Verifier:
-        """What `save_pretrained` wrote, with the verifier model that it names.
-
-        Args:
-            folder: the folder.
-            labelled: the settings of the traces that it shall judge.
-            device: where it is to lie.
+        """What `save_pretrained` wrote, with the verifier model that it names, on a device.
 
         Raises:
-            ValueError: it was trained on another base's traces.
+            ValueError: it was trained on other traces than those with these settings.
         """
         config = OSPrunerConfig.from_pretrained(folder)
         about = json.loads((Path(folder) / _ABOUT).read_text("utf-8"))
@@ -90,12 +85,7 @@ class Verifier:
         return cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Saves what was tuned, its configuration, and the prompt.
-
-        Args:
-            folder: an existing folder.
-            state_dict: the policy's own tensors, by their names in the file.
-        """
+        """Saves the policy's own tensors, its configuration, and the prompt in a folder."""
         self.config.save_pretrained(folder)
         (folder / WEIGHTS).write_bytes(save(dict(state_dict), metadata={"format": "pt"}))
         name, revision = self.traces_of

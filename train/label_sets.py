@@ -40,9 +40,6 @@ def held_out_split(problems: Sequence[str], held_out: int | None, seed: int) -> 
         problems: what tells them apart, of each trace.
         held_out: how many problems; None for 500 as in the paper, or a fifth of fewer than 2,500.
         seed: another seed chooses other problems.
-
-    Raises:
-        ValueError: no problem would be left on one side.
     """
     among = sorted(set(problems))
     count = min(HELD_OUT_PROBLEMS, len(among) // 5) if held_out is None else held_out

@@ -85,30 +85,24 @@ def new_policy(
         tasks: of the parts of a mix.
     """
     model: Trainable
-    whose = settings.base_model, settings.base_revision
+    tail: dict[str, Any] = {"num_policy_layers": config.layers, "tuning": config.tuning}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.method == "flashthink":
-            own = fresh_config(
-                base,
-                base_model_name_or_path=config.verifier,
-                num_policy_layers=config.layers,
-                tuning=config.tuning,
-                reasoning_format=settings.reasoning_format,
-            )
+            tail |= {"base_model_name_or_path": config.verifier}
+            own = fresh_config(base, reasoning_format=settings.reasoning_format, **tail)
             policy = fresh_layers(base.eval(), config.layers, config.tuning)
-            model = Verifier(base, policy, own, whose)
+            model = Verifier(base, policy, own, (settings.base_model, settings.base_revision))
         else:
             model = untrained(
                 base,
                 tokenizer,
-                num_policy_layers=config.layers,
-                tuning=config.tuning,
                 adapter_rank=config.adapter_rank,
-                price_range=config.prices if config.every_price else None,  # type: ignore[arg-type]
+                price_range=config.prices if config.every_price else None,
                 reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
-                base_model_name_or_path=whose[0],
-                base_revision=whose[1],
+                base_model_name_or_path=settings.base_model,
+                base_revision=settings.base_revision,
+                **tail,
             )
             model.eval()
             task = dict(settings.task)
@@ -139,7 +133,6 @@ def save_policy(
     price: float,
     said: Predicted,
     table: TraceTable,
-    seed: int,
     steps: int,
     details: Mapping[str, Any],
 ) -> SavedPolicy:
@@ -155,9 +148,8 @@ def save_policy(
         price: that it was trained for; 0 for a classifier, unused with the head "price".
         said: what it says on the validation traces.
         table: these traces.
-        seed: of the run.
         steps: optimiser steps that it took.
-        details: what the record shall hold, JSON values; `data_hash` is that of the labels.
+        details: what the record shall hold, JSON values: the settings, the labels' `data_hash`...
     """
     config, full, facts = model.config, replay_full(table), dict(details)
     frontier: dict[float, Outcome] = {}
@@ -188,7 +180,7 @@ def save_policy(
     results.save(folder / RESULTS_FILE)
     provenance(
         folder,
-        seed=seed,
+        seed=facts["settings"]["seed"],
         base_model=config.base_model_name_or_path,
         base_revision=config.base_revision,
         data_hash=facts.pop("data_hash", None),

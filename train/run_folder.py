@@ -33,8 +33,7 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
     identity = json.loads(json.dumps(identity))
     with lock_folder(out):
         if not (out / RUN).is_file():
-            strangers = sorted(e.name for e in out.iterdir() if not e.name.startswith("."))
-            if strangers:
+            if strangers := sorted(e.name for e in out.iterdir() if not e.name.startswith(".")):
                 raise ValueError(
                     f"{out} holds another run's files ({', '.join(strangers[:5])}): use an empty "
                     "folder"
@@ -42,9 +41,9 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
             write_checked(out / RUN, identity)
         stored = record_of(out)
         differences = [
-            f"{name}: {identity[name]!r} here, {stored.get(name)!r} there"
-            for name in identity
-            if identity[name] != stored.get(name)
+            f"{name}: {value!r} here, {stored.get(name)!r} there"
+            for name, value in identity.items()
+            if value != stored.get(name)
         ]
         if differences:
             raise ValueError(

@@ -70,24 +70,21 @@ def stacked(traces: Sequence[dict[str, Tensor]], device: torch.device) -> States
 
 
 def form_of(model: Any) -> str:
-    """Tells a base's weights, their dtype, and what of its states a policy reads."""
-    what = (model.policy.copied, model.policy.queries, str(model.base.dtype))
-    return hashlib.sha256(
-        repr((_weights_of(model.base, model.config.base_revision), *what)).encode()
-    ).hexdigest()[:16]
+    """Tells a base's weights, their dtype, and what of its states a policy reads.
 
-
-@torch.no_grad()
-def _weights_of(base: Any, revision: str | None) -> str:
-    """What tells a causal LM's weights from others: of its files, or a few values of each."""
-    if (found := fingerprint_of(base, revision)) is not None:
-        return found
-    digest = hashlib.sha256()
-    for name, parameter in base.named_parameters():
-        flat = parameter.detach().flatten()
-        some = flat[torch.linspace(0, len(flat) - 1, 4).long().to(flat.device)]
-        digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
-    return digest.hexdigest()
+    Weights are known by the base's files, or by a few values of each.
+    """
+    base, policy = model.base, model.policy
+    weights = fingerprint_of(base, model.config.base_revision)
+    if weights is None:
+        digest = hashlib.sha256()
+        for name, parameter in base.named_parameters():
+            flat = parameter.detach().flatten()
+            some = flat[torch.linspace(0, len(flat) - 1, 4).long().to(flat.device)]
+            digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
+        weights = digest.hexdigest()
+    what = (weights, policy.copied, policy.queries, str(base.dtype))
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -115,12 +112,7 @@ class StateFiles:
 
 
 def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> States:
-    """Runs the base over texts, no further than the policy reads.
-
-    Args:
-        model: base and policy.
-        texts: B sequences of token ids.
-        positions: (B, T) index of each step's last token.
+    """Runs the base over B texts, no further than the policy reads; steps end at positions (B, T).
 
     Raises:
         ValueError: the base's positions change within such a text.

@@ -1,4 +1,4 @@
-"""Labelled traces in memory, as batches, one trace a row.
+"""Labelled traces in memory, as batches, one trace a row; and which are computed together.
 
 And what a policy's head says at their step ends, in one causal pass a trace. Padding stands at the
 right end of a row, where no causal layer sees it.
@@ -7,7 +7,7 @@ right end of a row, where no causal layer sees it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,15 +18,82 @@ import numpy.typing as npt
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.eval.measured import Predicted
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 
-from .batches import length_batches
 from .states import StateFiles, States, form_of, run_trunk, stacked
 from .tail import step_outputs
+
+_BUCKET_BATCHES = 16
+_FORWARD_TOKENS = 16_384
+
+
+@dataclass(eq=False)
+class EpochBatches(Sampler[list[int]]):
+    """The batches of an epoch: shuffled, then sorted by length within a few batches' rows.
+
+    A function of its arguments and the epoch alone, so that a resumed epoch goes on with the same
+    batches, and all processes see the same. (transformers' own sampler deals different batches to
+    each process, so that the curve would depend on how many there are.)
+
+    Attributes:
+        token_lengths: (N,) tokens of each trace.
+        rows: the traces to train on.
+        size: traces a batch; the last one may be smaller.
+        seed: of the run.
+        epoch: counted over the whole run; whoever begins one sets it.
+    """
+
+    token_lengths: IntArray
+    rows: IntArray
+    size: int
+    seed: int
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws = np.random.default_rng([self.seed, self.epoch])
+        order, size = draws.permutation(self.rows), self.size
+        batches = []
+        for start in range(0, len(order), size * _BUCKET_BATCHES):
+            part = order[start : start + size * _BUCKET_BATCHES]
+            part = part[np.argsort(self.token_lengths[part], kind="stable")]
+            batches += [part[i : i + size].tolist() for i in range(0, len(part), size)]
+        yield from (batches[i] for i in draws.permutation(len(batches)))
+
+
+def micro_batches(
+    token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
+) -> list[IntArray]:
+    """Cuts a batch into parts, so that no process takes more than `max_tokens` slots at once.
+
+    A slot is a token or padding; each process may take one trace, however long. All processes get
+    as many parts.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the batch's traces, best of similar lengths one after another.
+        max_tokens: slots of each process.
+        processes: those that share each part, trace by trace in turn.
+    """
+    parts, start, longest = [], 0, 0
+    for end, row in enumerate(rows):
+        longest = max(longest, int(token_lengths[row]))
+        if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:
+            parts.append(rows[start:end])
+            start, longest = end, int(token_lengths[row])
+    return [*parts, rows[start:]]
+
+
+def length_batches(token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS) -> list[IntArray]:
+    """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
+    return micro_batches(token_lengths, np.argsort(-token_lengths, kind="stable"), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -84,11 +151,7 @@ class LabelledTraces:
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, states: str | Path | None = None) -> LabelledTraces:
-        """Reads labelled traces row for row.
-
-        Args:
-            dataset: columns `features.FEATURES`.
-            states: folder in which states are kept; None for in memory.
+        """Reads labelled traces, of columns `features.FEATURES`, row for row.
 
         Raises:
             ValueError: the dataset is empty or lacks a column.
@@ -123,11 +186,7 @@ class LabelledTraces:
         )
 
     def refuse_beyond_positions(self, base: Any) -> None:
-        """Refuses traces that are longer than the texts that a causal LM was made for.
-
-        Raises:
-            ValueError: naming the first and its length.
-        """
+        """Refuses traces that are longer than the texts that a causal LM was made for."""
         limit = max_positions(base.config)
         if limit is None or not (beyond := np.flatnonzero(self.token_lengths > limit)).size:
             return

@@ -42,7 +42,6 @@ from ospruner.eval.problems.problem import text_key
 from ospruner.eval.table import IntArray, trace_hash
 from ospruner.progress import Progress, silent
 
-from .batches import EpochBatches, micro_batches
 from .config import StopConfig
 from .flashthink import load_verifier_base, verifier_traces
 from .label_sets import (
@@ -59,7 +58,7 @@ from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
 from .prices import prices_of_batch
 from .run_folder import claimed, has_ended, last_checkpoint, note, record_of
 from .tail import TrainedPolicy, no_denormals
-from .traces import Batch, LabelledTraces, head_outputs
+from .traces import Batch, EpochBatches, LabelledTraces, head_outputs, micro_batches
 
 
 class StopTrainer(Trainer, TrainerCallback):
@@ -132,7 +131,7 @@ class StopTrainer(Trainer, TrainerCallback):
         self.traces, self.eval_traces = both
         assert processing_class is not None
         rows = usable_rows(self.traces.table, config.method)
-        for traces in (self.traces, self.eval_traces):
+        for traces in both:
             traces.refuse_beyond_positions(model)
         if not is_quantised(model) and "hf_device_map" not in vars(model):
             nn.Module.to(model, config.device)
@@ -358,7 +357,6 @@ class StopTrainer(Trainer, TrainerCallback):
                 price,
                 said,
                 self.eval_traces.table,
-                self.args.seed,
                 self._stage_steps,
                 {**self._facts, "settings": self._identity["settings"]},
             )
@@ -388,11 +386,7 @@ class StopTrainer(Trainer, TrainerCallback):
     # The trunk, and what can go wrong
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Stops a run whose gradients or weights are not finite before a checkpoint could hold it.
-
-        Raises:
-            FloatingPointError: see `train`.
-        """
+        """Stops a run whose gradients or weights are not finite before a checkpoint holds them."""
         if not all_finite(self.optimizer):
             said = "gradients or weights are not finite, or too large to be squared,"
             raise FloatingPointError(self._diverged(said, self._batch_rows))

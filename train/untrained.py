@@ -33,10 +33,8 @@ def untrained(
     tuning: str = "queries",
     init_bias: float | None = None,
     reasoning_format: ReasoningFormat | None = None,
-    base_model_name_or_path: str | None = None,
-    base_revision: str | None = None,
-    adapter_rank: int = 0,
     price_range: Sequence[float] | None = None,
+    **fields: Any,
 ) -> OSPrunerForCausalLM:
     """A fresh, untrained policy on a loaded base, which is shared and frozen.
 
@@ -47,30 +45,27 @@ def untrained(
         tuning: "queries", or "layers" (the paper's).
         init_bias: the head's; mild, for saturated logits have no gradient. None for `INIT_BIAS`.
         reasoning_format: None guesses it from the tokenizer.
-        base_model_name_or_path: what the policy pins; None takes where base came from.
-        base_revision: the commit that the policy pins; None for a base in a folder.
-        adapter_rank: trains low-rank adapters beside the copies, and stores them alone; 0 for none.
         price_range: low and high of `PriceRange`, for the head "price"; None for the other.
+        fields: others of `OSPrunerConfig`: `adapter_rank`, and the base that it pins, by
+            default where `base` came from.
 
     Raises:
         ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
             base's layers cannot be copied.
     """
-    chosen = reasoning_format or guess(tokenizer)
+    chosen, revision = reasoning_format or guess(tokenizer), fields.get("base_revision")
     check_blanks(tokenizer)
-    config = fresh_config(
-        base,
-        base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
-        base_revision=base_revision,
-        base_fingerprint=fingerprint_of(base, base_revision),
-        num_policy_layers=num_policy_layers,
-        tuning=tuning,
-        adapter_rank=adapter_rank,
-        head="fixed" if price_range is None else "price",
-        price_range=None if price_range is None else list(price_range),
-        reasoning_format=chosen.to_dict(),
-    )
-    more = (tuning, init_bias, base_revision, adapter_rank, config.prices)
+    own: dict[str, Any] = {
+        "base_model_name_or_path": str(base.name_or_path),
+        "base_fingerprint": fingerprint_of(base, revision),
+        "num_policy_layers": num_policy_layers,
+        "tuning": tuning,
+        "head": "fixed" if price_range is None else "price",
+        "price_range": None if price_range is None else list(price_range),
+        "reasoning_format": chosen.to_dict(),
+    }
+    config = fresh_config(base, **own | fields)
+    more = (tuning, init_bias, revision, config.adapter_rank, config.prices)
     policy = fresh_layers(base.eval(), num_policy_layers, *more)
     prepare(chosen, tokenizer)
     return OSPrunerForCausalLM(config, base, policy, tokenizer)
@@ -137,9 +132,6 @@ def add_adapters(policy: StoppingPolicy, rank: int) -> None:
 
     W x becomes W x + 2 B A x with A (rank, in) drawn and B (out, rank) zero (LoRA's alpha is twice
     the rank). Adapters are in float32 whatever the base's dtype.
-
-    Raises:
-        ValueError: the layers have no linear projection.
     """
     from peft import LoraConfig, inject_adapter_in_model  # here: it takes a second
 

@@ -22,13 +22,12 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import empty_base, plain_text_config
 from ospruner.doctor.plan import GIB, Workload, plan_for
-from ospruner.train.batches import micro_batches
 from ospruner.train.config import StopConfig
 from ospruner.train.flashthink import Verifier
 from ospruner.train.labels.features import FEATURES
 from ospruner.train.optimiser import optimizer_of
 from ospruner.train.tail import FusedKernels, TrainedPolicy
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.traces import LabelledTraces, micro_batches
 from ospruner.train.untrained import set_trainable, untrained
 
 from ..families import COMMON

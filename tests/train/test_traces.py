@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.scoring import reading
 from ospruner.train import states as states_of
-from ospruner.train.batches import EpochBatches, length_batches
 from ospruner.train.states import run_trunk
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.traces import EpochBatches, LabelledTraces, length_batches
 from ospruner.train.untrained import untrained
 
 from ..families import make_base

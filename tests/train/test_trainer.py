@@ -21,10 +21,9 @@ from ospruner.eval.metrics import AES_ABSOLUTE, CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.table import TraceTable
 from ospruner.provenance import read_provenance
-from ospruner.train.batches import micro_batches
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import warning_about
-from ospruner.train.traces import LabelledTraces, predict_outputs
+from ospruner.train.traces import LabelledTraces, micro_batches, predict_outputs
 from ospruner.train.trainer import StopTrainer
 
 from .conftest import PRICED, PROBE, RANGE, SETTINGS, SHORT, Fit, MakeTrainer, log_of, make_labels
