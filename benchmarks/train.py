@@ -35,11 +35,11 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import reading
 from ospruner.train.config import StopConfig
 from ospruner.train.objective import batch_loss
-from ospruner.train.optimiser import optimizer_of
 from ospruner.train.policies import new_policy
 from ospruner.train.prices import prices_of_batch
 from ospruner.train.tail import step_outputs
 from ospruner.train.traces import Batch, LabelledTraces
+from ospruner.train.trainer import optimizer_of
 
 Ends = tuple[float, float]
 PENALTY = 1e-4

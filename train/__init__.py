@@ -11,7 +11,6 @@ label_sets          the labels of a run and the model that made them: what is re
 untrained           fresh copies of its last layers, and adapters beside them
 flashthink          the verifier baseline
 run_folder          whose a run's folder is, and where a stopped run goes on
-optimiser           AdamW, and the mean of its last weights
 sinks               attention with sinks in fused kernels
 """
 

@@ -9,7 +9,6 @@ thinking stands last in the prompt, one causal pass reads it at every step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -79,27 +77,30 @@ class Verifier:
                 "{} was trained on traces of {}, these are of {}: train FlashThink on traces like "
                 "these".format(folder, *told)
             )
-        dtype = dtype_on(device, config.base_model_name_or_path)
-        base = load_base(config, {}, {"dtype": dtype})
+        base = load_base(config, {}, {"dtype": dtype_on(device, config.base_model_name_or_path)})
         torch.nn.Module.to(base, device)
         return cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
 
-    def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Saves the policy's own tensors, its configuration, and the prompt in a folder."""
+    def save_pretrained(self, folder: Path) -> None:
+        """Saves what was tuned, its configuration, and the prompt in a folder."""
         self.config.save_pretrained(folder)
-        (folder / WEIGHTS).write_bytes(save(dict(state_dict), metadata={"format": "pt"}))
+        write_own(self.policy, folder)
         name, revision = self.traces_of
         about = {"prompt": PROMPT, "traces_of": name, "traces_of_revision": revision}
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
 
+def write_own(policy: StoppingPolicy, folder: Path) -> None:
+    """Writes a policy's own tensors; not by `save_file`, whose files only their owner may read."""
+    own, tensors = policy.own_names(), policy.state_dict()
+    named = {f"policy.{name}": tensor for name, tensor in tensors.items() if name in own}
+    (folder / WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
+
+
 def load_verifier_base(
     name: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A verifier model, to be read on a device, and its tokenizer.
-
-    It is the folder or Hub id of any causal LM.
-    """
+    """A verifier, the folder or Hub id of any causal LM, read on a device; and its tokenizer."""
     check_place("verifier", name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype_on(device, name)), tokenizer
@@ -111,16 +112,10 @@ def verifier_traces(
     tokenizer: PreTrainedTokenizerBase,
     states: str | None = None,
 ) -> LabelledTraces:
-    """Labelled traces as the verifier reads them: its own tokens, the labels unchanged.
+    """Labelled traces of a base as the verifier reads them: its own tokens, the labels unchanged.
 
     The text of each step is tokenized by itself, so that what is read at a step's end does not
     depend on what comes after it.
-
-    Args:
-        dataset: labelled traces of the base.
-        base_tokenizer: the base's.
-        tokenizer: the verifier's.
-        states: see `LabelledTraces`.
     """
     table = TraceTable.from_dataset(dataset)
     sequences: list[IntArray] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -86,6 +85,7 @@ def new_policy(
     """
     model: Trainable
     tail: dict[str, Any] = {"num_policy_layers": config.layers, "tuning": config.tuning}
+    ends: Any = config.prices if config.every_price else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.method == "flashthink":
@@ -98,7 +98,7 @@ def new_policy(
                 base,
                 tokenizer,
                 adapter_rank=config.adapter_rank,
-                price_range=config.prices if config.every_price else None,
+                price_range=ends,
                 reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
                 base_model_name_or_path=settings.base_model,
                 base_revision=settings.base_revision,
@@ -129,7 +129,6 @@ def replayed(model: Trainable, table: TraceTable, said: Predicted, price: float)
 def save_policy(
     folder: Path,
     model: Trainable,
-    tensors: Mapping[str, Tensor],
     price: float,
     said: Predicted,
     table: TraceTable,
@@ -144,7 +143,6 @@ def save_policy(
     Args:
         folder: where to; files of an earlier policy in it are replaced.
         model: the policy.
-        tensors: its own, by their names in the file.
         price: that it was trained for; 0 for a classifier, unused with the head "price".
         said: what it says on the validation traces.
         table: these traces.
@@ -167,7 +165,7 @@ def save_policy(
     if warning := warning_about(table, outcome, price, steps, [*frontier.values()]):
         facts["warning"] = warning
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=tensors)
+    model.save_pretrained(folder)
     rules = [Rule(method, one, k, "price") for k, one in outcomes.items()]
     if config.default_mode == "threshold":
         rules = [Rule(method, outcome, config.default_threshold, "threshold")]

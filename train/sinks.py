@@ -31,10 +31,9 @@ def takes_sinks_as_keys(config: PreTrainedConfig) -> bool:
 
 @contextmanager
 def sinks_as_keys(config: PreTrainedConfig) -> Iterator[None]:
-    """No scores are held by decoders of this configuration; a no-op where there are no sinks.
+    """Decoders of this configuration hold no scores here; a no-op where there are no sinks.
 
-    Args:
-        config: that the decoder's layers read; of whole texts, without padding before them.
+    Of whole texts, without padding before them.
     """
     before = config._attn_implementation
     if takes_sinks_as_keys(config):

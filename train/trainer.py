@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import DatasetDict
-from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
@@ -33,9 +34,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput
-from transformers.utils import SAFE_WEIGHTS_NAME
 
-from modeling_ospruner.policy_ospruner import is_quantised, price_logits
+from modeling_ospruner.policy_ospruner import StoppingPolicy, is_quantised, price_logits
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.measured import Predicted
 from ospruner.eval.problems.problem import text_key
@@ -43,17 +43,10 @@ from ospruner.eval.table import IntArray, trace_hash
 from ospruner.progress import Progress, silent
 
 from .config import StopConfig
-from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import (
-    load_labelled_base,
-    place_of,
-    refuse_ungraded,
-    split_labels,
-    usable_rows,
-)
+from .flashthink import load_verifier_base, verifier_traces, write_own
+from .label_sets import load_labelled_base, place_of, refuse_ungraded, split_labels, usable_rows
 from .labels.loading import LabelSource, load_labels
 from .objective import batch_loss, loss_weight
-from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
 from .prices import prices_of_batch
 from .run_folder import claimed, has_ended, last_checkpoint, note, record_of
@@ -138,7 +131,8 @@ class StopTrainer(Trainer, TrainerCallback):
         width = int(model.config.get_text_config().hidden_size)
         magnitude = _magnitude(model, self.traces)
         config = config.settled(self.traces.table, len(rows), magnitude, width)
-        self._facts = {
+        self._facts: dict[str, Any] = {
+            "settings": config.recorded(),
             "data_hash": ours.data_hash,
             "training_traces": len(rows),
             "trained_on": " ".join(sorted({text_key(one) for one in sets[0]["problem"]})),
@@ -146,7 +140,7 @@ class StopTrainer(Trainer, TrainerCallback):
         if ours.parts:
             self._facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
         self._identity = {
-            "settings": config.recorded(),
+            "settings": self._facts["settings"],
             "label_settings": ours.settings.to_dict(),
             "train_labels": trace_hash(self.traces.table),
             "validation_labels": trace_hash(self.eval_traces.table),
@@ -215,7 +209,13 @@ class StopTrainer(Trainer, TrainerCallback):
                     known = isinstance(error, torch.OutOfMemoryError)
                     if not known and "can't allocate memory" not in str(error):
                         raise
-                    raise MemoryError(self._what_to_lower()) from error
+                    longest = int(self.traces.token_lengths.max())
+                    raise MemoryError(
+                        f"out of memory with micro_batch_tokens {self.args.micro_batch_tokens} and "
+                        f"traces of up to {longest} tokens: lower micro_batch_tokens first (a "
+                        "trace is never cut), then states_gib (0 computes the trunk anew for each "
+                        "batch) or layers; gradient_checkpointing and adapter_rank need less, too"
+                    ) from error
                 self.accelerator.wait_for_everyone()
                 self.save_state()
             self.accelerator.wait_for_everyone()
@@ -299,8 +299,7 @@ class StopTrainer(Trainer, TrainerCallback):
         """What a checkpoint holds of the model: the policy's own tensors."""
         folder = Path(output_dir or self._out)
         folder.mkdir(parents=True, exist_ok=True)
-        # Not `save_file`, whose files none but their owner may read.
-        (folder / SAFE_WEIGHTS_NAME).write_bytes(save(self._tensors(), metadata={"format": "pt"}))
+        write_own(self.stop_model.policy, folder)
 
     def push_to_hub(self, repo: str, **settings: Any) -> Any:  # type: ignore[override]
         """Publishes the trained policy: `ospruner.publish` of its folder.
@@ -353,12 +352,11 @@ class StopTrainer(Trainer, TrainerCallback):
             saved = save_policy(
                 self._out / name,
                 self.stop_model,
-                self._tensors(),
                 price,
                 said,
                 self.eval_traces.table,
                 self._stage_steps,
-                {**self._facts, "settings": self._identity["settings"]},
+                self._facts,
             )
             told = {name: value for name, value in vars(saved).items() if name != "path"}
             note(self._out, policies=record_of(self._out).get("policies", {}) | {name: told})
@@ -377,17 +375,13 @@ class StopTrainer(Trainer, TrainerCallback):
         if (took := now - self._ended) > 1:
             self._next_save = now + 9 * took
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The policy's own tensors, by their names in its file."""
-        policy = self.stop_model.policy
-        own, all_of_it = policy.own_names(), policy.state_dict()
-        return {f"policy.{name}": x for name, x in all_of_it.items() if name in own}
-
     # The trunk, and what can go wrong
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Stops a run whose gradients or weights are not finite before a checkpoint holds them."""
-        if not all_finite(self.optimizer):
+        weights = _parameters(self.optimizer)
+        gradients = [p.grad for p in weights if p.grad is not None]
+        if not math.isfinite(get_total_norm([*gradients, *weights])):  # one fused pass over both
             said = "gradients or weights are not finite, or too large to be squared,"
             raise FloatingPointError(self._diverged(said, self._batch_rows))
 
@@ -420,13 +414,51 @@ class StopTrainer(Trainer, TrainerCallback):
             f"The last checkpoint in {self.args.output_dir} is from before"
         )
 
-    def _what_to_lower(self) -> str:
-        return (
-            f"out of memory with micro_batch_tokens {self.args.micro_batch_tokens} and traces of "
-            f"up to {int(self.traces.token_lengths.max())} tokens: lower micro_batch_tokens first "
-            "(a trace is never cut), then states_gib (0 computes the trunk anew for each batch) or "
-            "layers; gradient_checkpointing and adapter_rank need less, too"
-        )
+
+def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.AdamW:
+    """AdamW over what a policy trains; its head has a learning rate of its own.
+
+    (transformers' own has one rate, and leaves biases and norms out of the weight decay.)
+    """
+    head = [p for p in policy.head.parameters() if p.requires_grad]
+    layers = [p for p in policy.layers.parameters() if p.requires_grad]
+    rate = config.learning_rate
+    groups: list[dict[str, Any]] = [{"params": head, "lr": config.head_learning_rate or rate}]
+    if layers:
+        groups.append({"params": layers, "lr": rate})
+    return torch.optim.AdamW(
+        groups,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def average_weights(optimizer: torch.optim.Optimizer, taken: int) -> None:
+    """Takes the weights into their mean, in which so many are already.
+
+    It stands in the optimiser's state: so checkpoints hold it, and nothing else needs to be kept.
+    """
+    weights = [p.detach() for p in _parameters(optimizer)]
+    states = [optimizer.state[p] for p in _parameters(optimizer)]
+    if taken:
+        get_swa_multi_avg_fn()([state["average"] for state in states], weights, taken)
+    else:
+        for state, weight in zip(states, weights, strict=True):
+            state["average"] = weight.clone()
+
+
+@torch.no_grad()
+def take_average(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the mean, where there is one, the weights."""
+    for p in _parameters(optimizer):
+        if (mean := optimizer.state[p].pop("average", None)) is not None:
+            p.copy_(mean)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

@@ -25,9 +25,9 @@ from ospruner.doctor.plan import GIB, Workload, plan_for
 from ospruner.train.config import StopConfig
 from ospruner.train.flashthink import Verifier
 from ospruner.train.labels.features import FEATURES
-from ospruner.train.optimiser import optimizer_of
 from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces, micro_batches
+from ospruner.train.trainer import optimizer_of
 from ospruner.train.untrained import set_trainable, untrained
 
 from ..families import COMMON
