@@ -34,9 +34,8 @@ _SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "·": r"\cdot ", "°": r"
 _RELATION = r"(?:[<>≤≥≠∈]|\\(?:[lg]eq?(?:slant)?|neq?|lt|gt|in)(?![a-z]))"
 _WORD = r"(?:for|where|with|when|if|and)"
 _CONDITION = re.compile(
-    rf"(?P<main>.+?)(?:\\[,;: ]|\\q?quad|[\s,;~$])*(?:\((?P<one>[^()]*{_RELATION}.*)\)\s*\$?"
-    rf"|(?:[,;]|\\text\s*\{{\s*{_WORD}\s*\}}|\b{_WORD}\b)(?P<other>[^,;()]*{_RELATION}.*))",
-    re.DOTALL,
+    rf"(?s)(?P<main>.+?)(?:\\[,;: ]|\\q?quad|[\s,;~$])*(?:\((?P<one>[^()]*{_RELATION}.*)\)\s*\$?"
+    rf"|(?:[,;]|\\text\s*\{{\s*{_WORD}\s*\}}|\b{_WORD}\b)(?P<other>[^,;()]*{_RELATION}.*))"
 )
 _INTEGERS = re.compile(r"[\s$]*[a-z]\s*(?:∈|\\in)\s*(?:Z|\\(?:mathbb|mathbf)\s*\{?Z\}?)[\s$]*")
 _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
@@ -134,12 +133,10 @@ def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Grade]:
     stripped = [(_plain(reference), _plain(answer)) for reference, answer in pairs]
     known = {pair: _at_once(*pair) for pair in stripped}
     hard = [pair for pair, verdict in known.items() if verdict is None]
-    verdicts = {pair: verdict for pair, verdict in known.items() if verdict is not None}
-    if hard:
-        # A process takes a second to start: a few pairs are not worth many.
-        with ThreadPoolExecutor(min(_POOL.size, 1 + len(hard) // 8)) as threads:
-            verdicts |= zip(hard, threads.map(lambda pair: _ask(*pair), hard), strict=True)
-    return [verdicts[pair] for pair in stripped]
+    # A process takes a second to start: a few pairs are not worth many.
+    with ThreadPoolExecutor(min(_POOL.size, 1 + len(hard) // 8)) as threads:
+        asked = dict(zip(hard, threads.map(lambda pair: _ask(*pair), hard), strict=True))
+    return [known[pair] or asked[pair] for pair in stripped]
 
 
 def _at_once(reference: str, answer: str) -> Grade | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fractions import Fraction
-from functools import cache
 from typing import NamedTuple
 
 TOLERANCE = Fraction(1, 10**6)
@@ -28,15 +27,15 @@ _DIGITS = rf"\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d)|\d+"
 _DECIMAL = rf"(?P<whole>{_DIGITS})?(?P<part>\.\d+)?"
 _TIMES = r"\s*(?:\\times|\\cdot|[x*×·])\s*"
 _POWER = rf"(?:e|{_TIMES}10\s*(?:\^|\*\*))\s*\{{?\(?(?P<power>[+-]?\d{{1,4}})\)?\}}?"
-_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*{_DECIMAL}(?:{_POWER})?", re.IGNORECASE)
+_NUMBER = re.compile(rf"{_DECIMAL}(?:{_POWER})?", re.IGNORECASE)
 _OVER = r"(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d)))"
-_FRACTION = re.compile(rf"(?P<sign>[+-]?)\s*(?:(?P<mixed>\d+)(?:\s+|\\ )?)??{_OVER}")
+_FRACTION = re.compile(rf"(?:(?P<mixed>\d+)(?:\s+|\\ )?)??{_OVER}")
 _RECURRING = re.compile(
-    r"(?P<sign>[+-]?)\s*(?P<whole>\d*)\.(?P<fixed>\d*)"
+    r"(?P<whole>\d*)\.(?P<fixed>\d*)"
     r"(?:\\(?:overline|bar|dot)\s*\{?(?P<lined>\d+)\}?|\((?P<round>\d+)\))(?:\.\.\.|\\[lc]?dots|…)?"
 )
 # A comma behind dots between groups of three, or several such dots, can be read in one way alone.
-_CONTINENTAL = re.compile(r"[+-]?\s*\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")
+_CONTINENTAL = re.compile(r"\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")
 _SCALES = {
     **{"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12},
     **{"万": 10**4, "亿": 10**8},
@@ -48,6 +47,10 @@ _ONES = (
     "nineteen",
 )
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SMALL = [*_ONES, *(f"{ten} {one}" for ten in _TENS for one in _ONES[:10])]
+_HUNDREDS = (f"{one} hundred {text}" for one in _ONES[1:10] for text in _SMALL)
+_BELOW_1000 = {text.removesuffix(" zero"): n for n, text in enumerate([*_SMALL, *_HUNDREDS])}
+_SPELLED = re.compile(r"(?:(.+?) billion\b ?)?(?:(.+?) million\b ?)?(?:(.+?) thousand\b ?)?(.*)")
 _ANGLE = re.compile(r"(?P<number>.+?)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?|\\degree|degrees?|度)", re.I)
 
 
@@ -102,31 +105,38 @@ def _read(text: str) -> _Number | None:
         text = text[1:-1].strip()
     text, stop = re.subn(r"(?<=[\d})])\s*[.。]$", "", text)
     text, currency = _without_currency(text)
-    plain, bare = not stop and not currency, _unwrapped(text)
+    value, plain = _value(text)
+    if value is None:
+        return None
+    return _Number(value, currency, plain and not stop and not currency)
+
+
+def _value(text: str) -> tuple[Fraction | None, bool]:
+    """A text's number, None where it is none, and whether Math-Verify reads it well."""
+    bare = _unwrapped(text)
     if found := _SCALED.fullmatch(bare):
-        scaled = _read(found["number"])
-        scale = _SCALES[found["scale"].lower()]
-        return None if scaled is None else _Number(scaled.value * scale, currency, False)
+        scaled = number_of(found["number"])
+        return None if scaled is None else scaled * _SCALES[found["scale"].lower()], False
     if (spelled := _spelled(bare)) is not None:
-        return _Number(Fraction(spelled), currency, False)
+        return Fraction(spelled), False
+    sign, text = -1 if text.startswith("-") else 1, re.sub(r"^[+-]?\s*", "", text)
     if found := _RECURRING.fullmatch(text):
         again, fixed = found["lined"] or found["round"], found["fixed"]
         more = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
-        value = Fraction(f"{found['whole'] or 0}.{fixed or 0}") + more
-        return _signed(value, found, currency, False)
-    if _CONTINENTAL.fullmatch(text):
-        text, plain = text.replace(".", "").replace(",", "."), False
+        return sign * (Fraction(f"{found['whole'] or 0}.{fixed or 0}") + more), False
     if found := _FRACTION.fullmatch(text):
-        top, bottom = (int(n) for n in found.groups()[2:] if n is not None)
-        value = int(found["mixed"] or 0) + Fraction(top, bottom or 1)
-        return _signed(value, found, currency, plain and not found["mixed"]) if bottom else None
+        top, bottom = (int(n) for n in found.groups()[1:] if n is not None)
+        whole = int(found["mixed"] or 0)
+        return sign * (whole + Fraction(top, bottom)) if bottom else None, not found["mixed"]
+    if continental := _CONTINENTAL.fullmatch(text):
+        text = text.replace(".", "").replace(",", ".")
     found = _NUMBER.fullmatch(text)
     if found is None or not (found["whole"] or found["part"]):
-        return None
+        return None, False
     digits = re.sub(_SPACE, "", found["whole"] or "0")
     value = Fraction(digits + (found["part"] or "")) * Fraction(10) ** int(found["power"] or 0)
-    spaced = re.search(r"[\s~\\{]", found["whole"] or "") is not None
-    return _signed(value, found, currency, plain and not found["power"] and not spaced)
+    spaced = re.search(r"[\s~\\{]", found["whole"] or "")
+    return sign * value, not (continental or found["power"] or spaced)
 
 
 def _unwrapped(text: str) -> str:
@@ -135,34 +145,19 @@ def _unwrapped(text: str) -> str:
     return re.sub(r"\\[,;:! ]|~", " ", text).strip(" $")
 
 
-@cache
-def _below_a_thousand() -> dict[str, int]:
-    """Whole numbers by their words."""
-    small = [*_ONES, *(f"{ten} {one}" for ten in _TENS for one in _ONES[:10])]
-    whole = [*small, *(f"{one} hundred {text}" for one in _ONES[1:10] for text in small)]
-    return {text.removesuffix(" zero"): n for n, text in enumerate(whole)}
-
-
 def _spelled(text: str) -> int | None:
     """A whole number in words, as in "two hundred and five"; None where it is none."""
     words = " ".join(text.lower().replace("-", " ").split())
     words = re.sub(r"(?<=hundred|housand|million|billion) and ", " ", words)
     words, minus = re.subn("^(minus|negative) ", "", words)
-    known, total = _below_a_thousand(), 0
-    for scale in ("billion", "million", "thousand"):
-        before, found, after = words.partition(f" {scale}")
-        if found:
-            if before not in known or after[:1].strip():
-                return None
-            total += known[before] * _SCALES[scale]
-            words = after.strip() or "zero"
-    if words not in known:
+    if not words:
         return None
-    return (-1 if minus else 1) * (total + known[words])
-
-
-def _signed(value: Fraction, found: re.Match[str], currency: str, plain: bool) -> _Number:
-    return _Number(-value if found["sign"] == "-" else value, currency, plain)
+    total = 0
+    for part in _SPELLED.findall(words)[0]:  # billions, millions, thousands, and the rest
+        if (below := _BELOW_1000.get(part or "zero")) is None:
+            return None
+        total = 1000 * total + below
+    return -total if minus else total
 
 
 def _without_currency(text: str) -> tuple[str, str]:
@@ -207,9 +202,8 @@ _PART = rf"(?P<number>{_AMOUNT})\s*(?P<unit>{'|'.join(_UNITS)})(?![a-z])"
 _BETWEEN = r"\s*(?:,|and\b|零|又)?\s*"
 _PARTS = re.compile(rf"(?:{re.sub('[?]P<[a-z]+>', '?:', _PART)}{_BETWEEN})+[.。]?", re.IGNORECASE)
 _CLOCK = re.compile(
-    r"(?P<before>上午|凌晨|早上|下午|晚上)?\s*(?P<hour>\d{1,2})"
-    r"(?:[:点](?:(?P<minute>\d{2})(?:[:分](?P<second>\d{2})?)?)?)?\s*(?P<half>[ap]\.?\s?m\.?)?",
-    re.IGNORECASE,
+    r"(?i)(?P<before>上午|凌晨|早上|下午|晚上)?\s*(?P<hour>\d{1,2})"
+    r"(?:[:点](?:(?P<minute>\d{2})(?:[:分](?P<second>\d{2})?)?)?)?\s*(?P<half>[ap]\.?\s?m\.?)?"
 )
 
 
@@ -233,9 +227,7 @@ def _worded(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|textrm)\s*\{([^{}]*)\}|\\[,;: ]|~", r" \1 ", text)
     text = re.sub(rf"\\?\$\s*({_AMOUNT})\s*$", r"\1 dollars", text).replace("$", " ")
     for name, half in (("noon", "p.m."), ("midnight", "a.m.")):
-        text = re.sub(
-            rf"(?:\b12(?::00)?\s*)?\b{name}\b", f"12:00 {half}", text, flags=re.IGNORECASE
-        )
+        text = re.sub(rf"(?i)(?:\b12(?::00)?\s*)?\b{name}\b", f"12:00 {half}", text)
     return text.strip()
 
 

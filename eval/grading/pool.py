@@ -27,15 +27,10 @@ Worker = subprocess.Popen[bytes]
 
 
 class Grade(NamedTuple):
-    """What an answer is worth, or why that is not known.
+    """What an answer is worth, or why that is not known."""
 
-    Attributes:
-        value: in [0, 1], True for right; None where there is no verdict.
-        reason: why there is none: "no answer", "too long", "unreadable", "undecided",
-            "time limit" or "crash"; None where there is one.
-    """
-
-    value: float | None
+    value: float | None  # in [0, 1], True for right; None where there is no verdict
+    # Why there is none: "no answer", "too long", "unreadable", "undecided", "time limit", "crash".
     reason: str | None = None
 
 

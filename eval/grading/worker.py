@@ -65,12 +65,10 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)
     for line in sys.stdin:
         reference, answer, seconds = json.loads(line)
-        sys.stdout.write(json.dumps(verdict(reference, answer, seconds)) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(verdict(reference, answer, seconds)), flush=True)
 
 
 if __name__ == "__main__":
