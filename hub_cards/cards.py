@@ -25,39 +25,15 @@ from ospruner.train.labels.folder import card_configs, shards_of
 
 from .staging import Base, scrubbed
 
-__all__ = [
-    "CARD_FILE",
-    "PICTURE_FILE",
-    "labels_card",
-    "policy_card",
-    "read_policy_config",
-    "told_default",
-]
-
 CARD_FILE = "README.md"
 PICTURE_FILE = "pareto.png"
 EXAMPLE = "What is 17 * 23?"  # of the snippet, and of the Hub's widget
 _TAGS = ["ospruner", "reasoning", "chain-of-thought", "early-exit"]
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
-_COUNTS = ("problems", "traces", "steps", "ungraded_steps", "capped_traces")
-_METHODS = {
-    "os-pruner": (
-        "It was trained to maximise the expected reward of stopping: the chance that the answer "
-        "forced there is right, less the price of every thinking token spent."
-    ),
-    "probe": (
-        "It is the classification-probe baseline: trained to predict whether the answer forced "
-        "after a paragraph is right."
-    ),
-    "convergence": (
-        "It is the answer-convergence baseline: trained to predict whether the answer forced "
-        "after a paragraph stays the same to the end."
-    ),
-}
 
 
 def policy_card(
-    folder: Path, *, name: str, license: Mapping[str, str], labels: Sequence[str] = ()
+    folder: Path, *, name: str, license: Mapping[str, Any], labels: Sequence[str] = ()
 ) -> ModelCard:
     """The card of a saved policy, with the metadata that the Hub reads as its `data`.
 
@@ -73,19 +49,15 @@ def policy_card(
         ValueError: The folder holds no policy or has no provenance.
     """
     config, record = read_policy_config(folder), read_provenance(folder)
-    results = None
-    if (folder / RESULTS_FILE).is_file():
-        results = Results.read(folder / RESULTS_FILE)
-    index = _eval_results(results) if results is not None else None
+    results = Results.read(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else None
+    index = None if results is None else _eval_results(results)
     base = config.base_model_name_or_path
     on_hub = is_hub_id(base)
     # As in labelling: the instruction is a paragraph of its own after the problem.
     instruction = (config.reasoning_format or {})["user_instruction"]
     appended = f"\n\n{instruction}" if instruction else ""
     data = ModelCardData(
-        license=license.get("license"),
-        license_name=license.get("license_name"),
-        license_link=license.get("license_link"),
+        **license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=_TAGS,
@@ -96,42 +68,27 @@ def policy_card(
         eval_results=index,
         widget=[{"messages": [{"role": "user", "content": f"{EXAMPLE}{appended}"}]}],
     )
-    details = dict(record.details)
-    warning = without_paths(details.pop("warning", ""))
-    chosen_by = details.pop("price_chosen_by", "")
-    details.pop("trained_on", None)  # thousands of names of problems
-    return ModelCard.from_template(
+    apart = ("warning", "price_chosen_by", "trained_on")  # the last: thousands of problems' names
+    details = {key: value for key, value in record.details.items() if key not in apart}
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return ModelCard.from_template(  # with the metadata under their own names
         data,
         template_path=str(Path(__file__).with_name("policy_card.md")),
         name=name,
         base_name=base if on_hub else Path(base).name,  # a folder's path is nobody's business
-        base_on_hub=on_hub,
-        policy_parts=_parts(config, folder),
-        method=_METHODS.get(config.method, f"It is the baseline “{config.method}”."),
+        size=f"{stored / 1e6:,.1f} MB" if stored >= 10**6 else f"{stored / 1e3:,.0f} kB",
         example=EXAMPLE,
         content=f"problem + {json.dumps(appended, ensure_ascii=False)}" if appended else "problem",
         config=config,
         command=without_paths(record.command),
         provenance=record,
-        warning=warning,
-        price_chosen_by=chosen_by,
+        warning=without_paths(record.details.get("warning", "")),
+        price_chosen_by=record.details.get("price_chosen_by", ""),
         settings=_settings(details),
         results=_results_markdown(results) if results is not None and len(results.rules) else "",
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
         custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
-        license_known=bool(license),
-        label_sets=list(labels),
     )
-
-
-def _parts(config: OSPrunerConfig, folder: Path) -> str:
-    """What a policy's repository holds, and how large its weights are stored."""
-    layers, rank = config.num_policy_layers, config.adapter_rank
-    tail = f"adapters of rank {rank} for a tail" if rank else "a tail"
-    parts = f"{tail} of {layers} layers and a linear head" if layers else "a linear head"
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    size = f"{stored / 1e6:,.1f} MB" if stored >= 10**6 else f"{stored / 1e3:,.0f} kB"
-    return f"{parts}, {size} in all"
 
 
 def labels_card(
@@ -175,15 +132,11 @@ def labels_card(
         name=name,
         settings=settings,
         instruction=settings["reasoning_format"].get("user_instruction", ""),
-        splits=[
-            {"name": split, "dropped": len(one["dropped"]), **{key: one[key] for key in _COUNTS}}
-            for split, one in manifests.items()
-        ],
+        splits=manifests,
         rows=_settings({key: one for key, one in said.items() if not isinstance(one, dict)}),
-        trace_columns=_columns(COLUMNS),
-        prefix_columns=_columns(PREFIX_COLUMNS),
+        trace_columns=COLUMNS,
+        prefix_columns=PREFIX_COLUMNS,
         problems=problems or "Where the problems come from was not stated.",
-        license_known=license is not None,
     )
 
 
@@ -203,18 +156,20 @@ def read_policy_config(folder: Path) -> OSPrunerConfig:
             "base's"
         )
     try:
-        config: OSPrunerConfig = OSPrunerConfig.from_pretrained(folder)
+        return OSPrunerConfig.from_pretrained(folder)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return config
 
 
 def told_default(folder: Path) -> str:
     """The default price of a policy of every price, and the rule that chose it; "" of others."""
-    if not (folder / "config.json").is_file() or read_policy_config(folder).prices is None:
+    if (
+        not (folder / "config.json").is_file()
+        or (config := read_policy_config(folder)).prices is None
+    ):
         return ""
     chosen_by = read_provenance(folder).details.get("price_chosen_by", "")
-    return f"The default price is {read_policy_config(folder).price:g}: {chosen_by}."
+    return f"The default price is {config.price:g}: {chosen_by}."
 
 
 def _results_markdown(results: Results) -> str:
@@ -238,16 +193,15 @@ def _eval_results(results: Results) -> list[EvalResult] | None:
     if results.chosen is None:
         return None
     one = results.rules.loc[results.chosen]
-    metrics = (
+    measured = {"traces": int(one["traces"]), "problems": int(one["problems"])}
+    found = []
+    for kind, label, column, scale in (
         ("accuracy", "Pass@1, %", "accuracy", 100),
         ("thinking_tokens", "Thinking tokens", "tokens", 1),
         ("reduction", "Thinking tokens saved, %", "reduction", 100),
         ("aes", f"AES ({one['aes_label']})", "aes", 1),
-    )
-    found = []
-    for kind, label, column, scale in metrics:
+    ):
         value, *ends = (round(scale * number, 4) for number in Estimate.of(one, column))
-        measured = {"traces": int(one["traces"]), "problems": int(one["problems"])}
         found.append(
             EvalResult(
                 task_type="text-generation",
@@ -274,8 +228,3 @@ def _settings(details: Mapping[str, Any]) -> dict[str, str]:
         elif value is not None:
             rows[key] = json.dumps(value)
     return {key.replace("_", " "): text for key, text in rows.items()}
-
-
-def _columns(columns: Mapping[str, tuple[Any, str]]) -> str:
-    rows = [[f"`{name}`", f"`{kind}`", what] for name, (kind, what) in columns.items()]
-    return markdown_table(["column", "type in `datasets`", "what it holds"], rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from .cards import (
     read_policy_config,
     told_default,
 )
-from .probes import PROBES_FILE, load_policy, probe
 from .staging import (
     Base,
     Published,
@@ -51,9 +50,7 @@ from .staging import (
     write_json,
     write_record,
 )
-from .verify import ask_hub, one_line
-
-__all__ = ["Release", "publish", "send", "stage"]
+from .verify import PROBES_FILE, ask_hub, load_policy, one_line, probe
 
 POLICY_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", PICTURE_FILE, RESULTS_FILE),
@@ -154,16 +151,16 @@ def stage(
         ValueError: As `publish`.
     """
     if (folder / "config.json").is_file():
-        return _stage_policy(folder, out, release, api, load)
-    parts = {name: folder / name for name in SPLITS if (folder / name / MANIFEST).is_file()}
-    if (folder / MANIFEST).is_file():
-        parts = {"train": folder}
-    if not parts:
-        raise ValueError(
-            f"folder={str(folder)!r} holds neither a policy (config.json) nor labels "
-            f"({MANIFEST}, or label folders named {', '.join(SPLITS)})"
-        )
-    return _stage_labels(folder, parts, out, release, api)
+        kind, staged = "model", _stage_policy(folder, out, release, api, load)
+    else:
+        kind, staged = "dataset", _stage_labels(folder, out, release, api)
+    what, left_out, remarks = staged
+    sizes = seal(out)
+    message = f"{what} (published with ospruner)"
+    return Published(out, kind, message, sizes, sorted(set(left_out) - set(sizes)), remarks)
+
+
+Staged = tuple[str, list[str], list[str]]  # what it is, the files left out, remarks
 
 
 def _stage_policy(
@@ -172,7 +169,7 @@ def _stage_policy(
     release: Release,
     api: HfApi | None,
     load: Callable[[Path], OSPrunerForCausalLM],
-) -> Published:
+) -> Staged:
     config = read_policy_config(folder)
     base, remarks = _find_base(config.base_model_name_or_path, config.base_revision, release, api)
     license = {"license": release.license} if release.license else base.license
@@ -198,17 +195,20 @@ def _stage_policy(
     write_record(folder, out, base, code=True)
     card = policy_card(out, name=release.repo, license=license, labels=release.labels)
     card.save(out / CARD_FILE)
-    sizes = seal(out)
-    message = f"policy: {base.id}, {config.method} (published with ospruner)"
-    kept_back = [name for name in left_out if name not in sizes]
     remarks += [said] if (said := told_default(folder)) else []
-    return Published(out, "model", message, sizes, kept_back, remarks)
+    return f"policy: {base.id}, {config.method}", left_out, remarks
 
 
-def _stage_labels(
-    folder: Path, parts: Mapping[str, Path], out: Path, release: Release, api: HfApi | None
-) -> Published:
+def _stage_labels(folder: Path, out: Path, release: Release, api: HfApi | None) -> Staged:
     """Label folders are published as they stand: each split, read back, is a label folder again."""
+    parts = {name: folder / name for name in SPLITS if (folder / name / MANIFEST).is_file()}
+    if (folder / MANIFEST).is_file():
+        parts = {"train": folder}
+    if not parts:
+        raise ValueError(
+            f"folder={str(folder)!r} holds neither a policy (config.json) nor labels "
+            f"({MANIFEST}, or label folders named {', '.join(SPLITS)})"
+        )
     manifests = {split: _manifest(path) for split, path in parts.items()}
     first = next(iter(parts))
     settings = manifests[first]["settings"]
@@ -222,7 +222,8 @@ def _stage_labels(
     if release.license is None:
         remarks.append("no licence is stated: name the data set's with --license")
     empty_folder(out)
-    left_out, splits = [], {}
+    left_out = [] if folder in parts.values() else file_names(folder)
+    splits = {}
     for split, part in parts.items():
         prefix = "" if part == folder else f"{split}/"
         left_out += [prefix + name for name in copy_files(part, out / prefix, LABEL_FILES)]
@@ -230,21 +231,11 @@ def _stage_labels(
         manifest["settings"] |= {"base_model": base.id, "base_revision": base.revision}
         write_checked(out / prefix / MANIFEST, manifest)
         splits[split] = (prefix, manifests[split])
-    if folder not in parts.values():
-        left_out += file_names(folder)
     write_record(parts[first], out, base, code=False)
-    card = labels_card(
-        splits,
-        name=release.repo,
-        base=base,
-        license=release.license,
-        problems=release.problems,
-    )
-    card.save(out / CARD_FILE)
-    sizes = seal(out)
+    said = {"license": release.license, "problems": release.problems}
+    labels_card(splits, name=release.repo, base=base, **said).save(out / CARD_FILE)
     traces = sum(manifest["traces"] for manifest in manifests.values())
-    message = f"labels: {base.id}, {traces} traces (published with ospruner)"
-    return Published(out, "dataset", message, sizes, sorted(set(left_out) - set(sizes)), remarks)
+    return f"labels: {base.id}, {traces} traces", left_out, remarks
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -328,14 +319,13 @@ def _find_base(
     """
     local = not is_hub_id(pinned)
     if local and release.base is None:
-        said = f"the base is a local folder ({Path(pinned).name}), which nobody else could load"
-        if api is None:
-            return Base(Path(pinned).name, ""), [
-                f"{said}: to publish, name it on the Hub with --base"
-            ]
-        raise ValueError(
-            f"{said}: say which repository it is, --base org/name --base-revision COMMIT"
+        said = (
+            f"the base is a local folder ({Path(pinned).name}), which nobody else could load: to "
+            "publish, name it on the Hub with --base org/name --base-revision COMMIT"
         )
+        if api is None:
+            return Base(Path(pinned).name, ""), [said]
+        raise ValueError(said)
     if not local and release.base not in (None, pinned):
         raise ValueError(
             f"base={release.base!r}, but it was made with {pinned!r}: leave --base out"

@@ -30,62 +30,40 @@ from ospruner.provenance import (
 )
 
 _CODE_FOLDER = Path(modeling_ospruner.__file__).parent
+COMMIT = re.compile(r"[0-9a-f]{40}")  # its hash, which never moves
 _TEXT = (".json", ".jinja", ".md", ".py", ".txt", ".model")
 _ACCESS_TOKEN = re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base on the Hub.
+    """A base on the Hub."""
 
-    Attributes:
-        id: Its repository.
-        revision: A commit's hash; "" where a dry run asked nobody.
-        license: The fields of its card that state a licence.
-    """
-
-    id: str
-    revision: str
-    license: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    id: str  # its repository
+    revision: str  # a commit's hash; "" where a dry run asked nobody
+    license: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its card
 
     def __post_init__(self) -> None:
-        if self.revision and not is_commit(self.revision):
+        if self.revision and not COMMIT.fullmatch(self.revision):
             raise ValueError(
                 f"revision={self.revision!r} must be a commit's hash, 40 hexadecimal digits: a "
                 "branch or a tag may move"
             )
 
 
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit's hash, which never moves."""
-    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
-
-
 @dataclass(frozen=True)
 class Published:
-    """What is published, and what publishing did.
+    """What is published, and what publishing did."""
 
-    Attributes:
-        path: The exact folder; kept by a dry run alone.
-        kind: What the repository holds: "model" or "dataset".
-        message: Of the commit.
-        sizes: Bytes of each file, by its path in the repository, in order.
-        left_out: Files of the run's folder that are not published, in order.
-        remarks: What its publisher should know.
-        commit: The repository's head now; None before it is sent, and after a dry run.
-        changed: Whether a commit was made; False where everything was there already.
-        url: Where people look at it; None as with `commit`.
-    """
-
-    path: Path
-    kind: str
-    message: str
-    sizes: Mapping[str, int]
-    left_out: Sequence[str]
-    remarks: Sequence[str]
-    commit: str | None = None
-    changed: bool = False
-    url: str | None = None
+    path: Path  # the exact folder; kept by a dry run alone
+    kind: str  # what the repository holds: "model" or "dataset"
+    message: str  # of the commit
+    sizes: Mapping[str, int]  # bytes of each file, by its path in the repository, in order
+    left_out: Sequence[str]  # files of the run's folder that are not published, in order
+    remarks: Sequence[str]  # what its publisher should know
+    commit: str | None = None  # the repository's head now; None before it is sent
+    changed: bool = False  # whether a commit was made; False where everything was there already
+    url: str | None = None  # where people look at it; None as with `commit`
 
 
 def file_names(folder: Path) -> list[str]:
@@ -104,9 +82,8 @@ def empty_folder(out: Path) -> None:
         ValueError: It holds anything else.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not (out / PROVENANCE_FILE).is_file() or set(read_provenance(out).files) != set(
-            file_names(out)
-        ) - {PROVENANCE_FILE}:
+        dry_run = (out / PROVENANCE_FILE).is_file()
+        if not dry_run or {*read_provenance(out).files, PROVENANCE_FILE} != {*file_names(out)}:
             raise ValueError(f"out={str(out)!r} is not empty: delete it, or choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
