@@ -43,34 +43,26 @@ config, the same over all replies."""
 class OSPrunerLM(HFLM):
     """A policy as a model of lm_eval, for tasks that generate; say `--apply_chat_template`.
 
-    Args:
-        policy: folder or Hub id.
-        stop_policy: False for the base as it is.
-        revision: of a Hub id.
-        dtype: of the base; None for its own.
-        device: of the base; None for the GPU where there is one.
-        max_gen_toks: cap on thinking and answer, of tasks that name none. A task's own cap was
-            meant for an answer; `--gen_kwargs max_gen_toks=...` replaces it.
-        batch_size: as lm_eval has it.
-        max_batch_size: as lm_eval has it.
-        settings: of `StopPolicyConfig`: price, mode, threshold, max_loss...
-
     Raises:
         ValueError: an argument is unknown or wrong.
     """
 
+    max_gen_toks = 0  # where `hf` has a property; set for each model
+
     def __init__(
         self,
-        policy: str | None = None,
+        policy: str | None = None,  # folder or Hub id
         *,
-        stop_policy: bool = True,
-        revision: str | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
+        stop_policy: bool = True,  # False for the base as it is
+        revision: str | None = None,  # of a Hub id
+        dtype: str | None = None,  # of the base; None for its own
+        device: str | None = None,  # of the base; None for the GPU where there is one
+        # Cap on thinking and answer, of tasks that name none. A task's own cap was meant for an
+        # answer; `--gen_kwargs max_gen_toks=...` replaces it.
         max_gen_toks: int = 4096,
-        batch_size: int | str | None = 1,
-        max_batch_size: int | None = None,
-        **settings: Any,
+        batch_size: int | str | None = 1,  # as lm_eval has it
+        max_batch_size: int | None = None,  # likewise
+        **settings: Any,  # of `StopPolicyConfig`: price, mode, threshold, max_loss...
     ) -> None:
         if not isinstance(policy, str) or not policy:
             raise ValueError(f"policy is {policy!r}; name its folder or Hub id: policy=FOLDER")
@@ -96,18 +88,13 @@ class OSPrunerLM(HFLM):
             batch_size=batch_size or 1,
             max_batch_size=max_batch_size,
         )
-        self.policy, self._max_gen_toks, self._templated = policy, max_gen_toks, False
+        self.policy, self.max_gen_toks, self._templated = policy, max_gen_toks, False
         # The marker of the thinking's end may end a turn, too: in Harmony.
         ends = end_ids(model.base.generation_config, model.tokenizer)
         self._ends = {*(ends - {*model.token_format.think_end_ids}), self.tokenizer.pad_token_id}
         self._logs: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)  # by prompt
         self._replies: list[dict[str, Any]] = []
         self.thinking: dict[str, list[float]] = {}  # tokens of each request, by task
-
-    @property
-    def max_gen_toks(self) -> int:
-        """The cap on thinking and answer of tasks that name none."""
-        return self._max_gen_toks
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -211,25 +198,24 @@ class OSPrunerLM(HFLM):
     loglikelihood_rolling = loglikelihood
 
 
-def _with_thinking(evaluate: Any) -> Any:
+_evaluate = evaluator.evaluate
+
+
+@functools.wraps(_evaluate)
+def _with_thinking(lm: Any, *args: Any, **kwargs: Any) -> Any:
     """lm_eval's `evaluate` with a metric of the model's, thinking tokens: tasks alone have some."""
-
-    @functools.wraps(evaluate)
-    def evaluated(lm: Any, *args: Any, **kwargs: Any) -> Any:
-        done = evaluate(lm, *args, **kwargs)
-        model = lm.lm if isinstance(lm, CachingLM) else lm
-        if done is not None and isinstance(model, OSPrunerLM):
-            for task, tokens in model.thinking.items():
-                error = mean_stderr(tokens) if len(tokens) > 1 else "N/A"
-                told = {"thinking_tokens,none": mean(tokens), "thinking_tokens_stderr,none": error}
-                done["results"][task] |= told
-                done["higher_is_better"][task]["thinking_tokens"] = False
-        return done
-
-    return evaluated
+    done = _evaluate(lm, *args, **kwargs)
+    model = lm.lm if isinstance(lm, CachingLM) else lm
+    if done is not None and isinstance(model, OSPrunerLM):
+        for task, tokens in model.thinking.items():
+            error = mean_stderr(tokens) if len(tokens) > 1 else "N/A"
+            told = {"thinking_tokens,none": mean(tokens), "thinking_tokens_stderr,none": error}
+            done["results"][task] |= told
+            done["higher_is_better"][task]["thinking_tokens"] = False
+    return done
 
 
-evaluator.evaluate = _with_thinking(evaluator.evaluate)
+evaluator.evaluate = _with_thinking
 
 
 def answer_of(
@@ -249,7 +235,7 @@ def answer_of(
     begins = max(0, state.thinking_tokens + state.end_tokens)
     # Between the marker and the answer: in Harmony, the answer's header.
     rest = list(fmt.closing_left(state)) if fmt.channels else []
-    if rest and kept[begins : begins + len(rest)] == rest:
+    if kept[begins : begins + len(rest)] == rest:
         begins += len(rest)
     return kept[:thinking], kept[begins:]
 
