@@ -35,7 +35,7 @@ from ospruner.eval.online import (
     evaluate_online,
     labelled_problems,
 )
-from ospruner.eval.problems.registry import open_task
+from ospruner.eval.problems.domains import open_task
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
 from ospruner.rules import Budget
 from ospruner.train.labels.loading import load_labels

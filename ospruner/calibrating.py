@@ -24,8 +24,8 @@ from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.measured import Predicted, measure
 from ospruner.eval.methods import PolicyUse, parse_policies, price_grid, refuse_other_base
+from ospruner.eval.problems.domains import open_task
 from ospruner.eval.problems.problem import text_key
-from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import Outcome, replay, replay_full, stop_weights
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, policy_card

@@ -24,7 +24,7 @@ from ospruner.eval.measured import Predicted, Split, thinking_entropies
 from ospruner.eval.methods import FULL, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, evaluate_online, labelled_problems
-from ospruner.eval.problems.registry import open_task
+from ospruner.eval.problems.domains import open_task
 from ospruner.eval.recorded import Method, Recorded
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
 from ospruner.eval.table import FloatArray, TraceTable

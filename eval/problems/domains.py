@@ -1,26 +1,32 @@
-"""Tasks beside mathematics whose answers are short: letters of options, and exact texts."""
+"""Tasks by name, and those beside mathematics: letters of options, and exact texts.
+
+Labels and policies pin a task by its settings, from which it is opened again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
 import string
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import check_choice
+from ospruner.rules.families import run_file
 
 from .problem import Problem
-from .task import Task
+from .task import Math, Task
 
 _LISTED = re.compile(r"^[ \t]*[(\[]?([A-Z])[.):\]][ \t]", re.MULTILINE)
 _WRAPPED = re.compile(
     r"\\(?:text|mathrm|textbf|mathbf|textit|boxed)\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\*\*(.*)\*\*"
 )
 _NAMED = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|answer|choice)(?:\s+is)?\s*:?\s*)?"
-    r"[(\[{*]*([A-Z])(?P<behind>[)\]}*]+[.:]?|[.:])?(?:\s+(?P<rest>.*))?",
-    re.IGNORECASE | re.DOTALL,
+    r"(?is)(?:(?:the\s+)?(?:correct\s+)?(?:option|answer|choice)(?:\s+is)?\s*:?\s*)?"
+    r"[(\[{*]*([A-Z])(?P<behind>[)\]}*]+[.:]?|[.:])?(?:\s+(?P<rest>.*))?"
 )
 _ANOTHER = re.compile(r"(?:and|or|,|/|&)\s*[(\[]?[A-Z]\b", re.IGNORECASE)
 # A letter in prose is upper-case or in brackets: no article, no "I".
@@ -186,6 +192,7 @@ class Exact(Task):
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _TEXTED = re.compile(r"\A\\(?:text|mathrm|textbf|mathbf)\{(.*)\}\Z")
+_MEANING = ("Sm", "Sc", "Mn", "Mc")  # signs of mathematics and of currencies, and marks on letters
 _STOPS = re.compile(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|_")
 
 
@@ -196,11 +203,78 @@ def normalised(text: str) -> str:
     """
     text = _TEXTED.sub(r"\1", text.strip())
     text = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
-    signs = (c if c.isalnum() or c in ".,+-*/=<>%^" or _is_sign(c) else " " for c in text)
-    kept = " ".join(_STOPS.sub(" ", "".join(signs)).split())
+    said = (
+        c if c.isalnum() or c in ".,+-*/=<>%^°" or unicodedata.category(c) in _MEANING else " "
+        for c in text
+    )
+    kept = " ".join(_STOPS.sub(" ", "".join(said)).split())
     return " ".join(_ARTICLES.sub(" ", kept).split()) or kept
 
 
-def _is_sign(character: str) -> bool:
-    """Of mathematics, a degree, or a currency: what an answer means, and no punctuation."""
-    return unicodedata.category(character) in ("Sm", "Sc", "Mn", "Mc") or character == "°"
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Math, Choice, Exact)}
+"""The built-in tasks by name."""
+
+
+def parse_task(text: str, prompt: str = "default") -> Task:
+    """The task that a user named.
+
+    Args:
+        text: a name of `TASKS`, a .py file with a subclass of `Task`, either with settings behind
+            it: "choice:force=answer".
+        prompt: one of `task.PROMPT_PRESETS`.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: no such task, or a setting that it does not take.
+    """
+    name, _, given = text.partition(":")
+    parts = [part.partition("=") for part in given.split(",") if part]
+    if bad := [key for key, sign, _ in parts if not sign]:
+        raise ValueError(f"task is {text!r}: {bad} are no settings; write name:setting=value")
+    settings: dict[str, Any] = {"name": name, **{key: value for key, _, value in parts}}
+    if name.endswith(".py"):
+        settings["file"] = name
+    if prompt != "default":
+        settings["prompt"] = prompt
+    return open_task(settings)
+
+
+def open_task(settings: Mapping[str, Any]) -> Task:
+    """The task of settings: its name, and what was chosen (`Task.settings`).
+
+    Raises:
+        FileNotFoundError: its file is missing.
+        ValueError: no such task, a setting that it does not take, or a file that cannot be run,
+            does not define one task, or has changed.
+    """
+    chosen = dict(settings)
+    name, file, hashed = chosen.pop("name"), chosen.pop("file", None), chosen.pop("sha256", None)
+    if file is None and name not in TASKS:
+        raise ValueError(
+            f"task is {name!r}; it must be one of {', '.join(TASKS)}, or a .py file with a "
+            "subclass of Task"
+        )
+    kind = TASKS[name] if file is None else _class_in(Path(file))
+    allowed = set(inspect.signature(kind).parameters)
+    if unknown := sorted(set(chosen) - allowed):
+        raise ValueError(f"the task {name} takes the settings {sorted(allowed)}, not {unknown}")
+    task = kind(**chosen)
+    if hashed not in (None, kind.sha256):
+        raise ValueError(
+            f"the task {file} has changed since it was used here: take back the change, "
+            "or label anew in another folder"
+        )
+    return task
+
+
+def _class_in(path: Path) -> type[Task]:
+    """The one subclass of `Task` in a Python file, which is run."""
+    module = f"ospruner_task_{path.stem}"
+    values = run_file(path, "task", "a subclass of Task", module).values()
+    classes = [one for one in values if inspect.isclass(one) and issubclass(one, Task)]
+    found = [one for one in classes if one.__module__ == module]
+    if len(found) != 1:
+        raise ValueError(f"{path} defines {len(found)} subclasses of Task; it must define one")
+    kind: type[Task] = found[0]
+    kind.file, kind.sha256 = str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    return kind

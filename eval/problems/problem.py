@@ -23,19 +23,12 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem.
+    """One problem."""
 
-    Attributes:
-        id: unique name; splits and intervals go by it.
-        problem: the text shown to the reasoner.
-        answer: the reference answer, as it would stand in a box.
-        family: kind or difficulty of the problem, "" where there is none.
-    """
-
-    id: str
-    problem: str
-    answer: str
-    family: str = ""
+    id: str  # unique; splits and intervals go by it
+    problem: str  # the text shown to the reasoner
+    answer: str  # the reference, as it would stand in a box
+    family: str = ""  # kind or difficulty, "" where there is none
 
 
 def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
@@ -47,16 +40,18 @@ def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
 
 # LaTeX commands that change how a formula looks, not what it says.
 _LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
+_LOOKS_1 = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]")
 _WORDS = ("le", "ge", "ne", "times", "div", "cdot", "sqrt", "cup", "cap", "infty", "pi", "-", "-")
 _NAMES = dict(zip("≤≥≠×÷·√∪∩∞π−–", _WORDS, strict=True))
 _SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
 
 
-def normalised_text(text: str) -> str:
-    r"""What a problem says: its letters, numbers, signs and symbols, in lower case.
+def text_key(text: str) -> str:
+    r"""A short name (16 hex digits) of what a problem says, equal in all its copies.
 
-    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation, `\dfrac`, and in how
-    they write a sign (`≤`, `\le`, `\leq`) or thousands; but `1,2` is not `12`.
+    Of its letters, numbers, signs and symbols, in lower case: copies differ in spacing, `$` and
+    `\[`, braces, punctuation, `\dfrac`, and in how they write a sign (`≤`, `\le`, `\leq`) or
+    thousands; but `1,2` is not `12`.
     """
     text = _LOOKS.sub("", unicodedata.normalize("NFKC", text).lower())
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
@@ -68,21 +63,13 @@ def normalised_text(text: str) -> str:
     text = re.sub(thousands, lambda found: found[0].replace(",", ""), text)
     text = _SEPARATED.sub(lambda found: found[1] if found[1] in ",;:" else "~", text)
     said = re.findall(r"[^\W_]|(?<=\d)[.,;:](?=\d)|[-+*/^_=<>|!%()~]|[^\x00-\x7f\w\s]", text)
-    return "".join(c for c in said if c.isascii() or c.isalnum() or unicodedata.category(c) == "Sm")
-
-
-def text_key(text: str) -> str:
-    """A short name (16 hex digits) of a problem's normalised text: equal in all its copies."""
-    return _digest(normalised_text(text))
+    kept = (c for c in said if c.isascii() or c.isalnum() or unicodedata.category(c) == "Sm")
+    return _digest("".join(kept))
 
 
 def text_key_1(text: str) -> str:
     """The first version of `text_key`, blind to many signs: it names held-out problems and ids."""
-    text = re.sub(
-        r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]",
-        "",
-        unicodedata.normalize("NFKC", text).lower(),
-    )
+    text = _LOOKS_1.sub("", unicodedata.normalize("NFKC", text).lower())
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     return _digest("".join(re.findall(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]", text)))
 
@@ -97,6 +84,8 @@ def shared_problems(texts: Iterable[str], others: Iterable[str]) -> list[str]:
     return sorted(one for one in set(texts) if text_key(one) in known)
 
 
+Row = Mapping[str, Any]  # of a file or a dataset
+
 Columns = Mapping[str, Sequence[str]]
 """For each field of `Problem`, the columns that may hold it; the first one present is read."""
 
@@ -104,7 +93,7 @@ COLUMNS: Columns = {name: (name,) for name in ("id", "problem", "answer", "famil
 """The columns of plain files and datasets."""
 
 
-def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
+def read_rows(path: str | Path) -> Iterator[Row]:
     """The rows of a `.jsonl`, `.jsonl.gz` or `.parquet` file, lines read as they are asked for.
 
     By hand, not by pandas or `datasets`, which guess types (ids become numbers or dates).
@@ -161,7 +150,7 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def problems_from_rows(
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Row],
     *,
     limit: int | None = None,
     columns: Columns = COLUMNS,
@@ -206,12 +195,12 @@ def problems_from_rows(
     return list(problems.values())
 
 
-def first_of(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+def first_of(row: Row, names: Sequence[str]) -> Any:
     """What the first of some columns holds that is there and not null; None where none does."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _text(row: Mapping[str, Any], field: str, names: Sequence[str], where: str) -> str:
+def _text(row: Row, field: str, names: Sequence[str], where: str) -> str:
     column = next((name for name in names if name in row), None)
     if column is None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """A task: how problems are asked, how an answer is forced and read, graded and compared.
 
 `Task` is this interface, for labelling, training, replay and online evaluation alike. Its defaults
-are mathematics (`math`), which is `Math` in bulk. `registry.TASKS` has the built-in ones by name;
+are mathematics (`math`), which is `Math` in bulk. `domains.TASKS` has the built-in ones by name;
 another domain is one file with a subclass (docs/tasks.md shows one). A task is named by its
 settings, which labels and policies pin.
 """
@@ -20,7 +20,7 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
 from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, read_box
 from ..grading.pool import Grade
-from .problem import Problem, user_message
+from .problem import Problem
 
 PROMPT_PRESETS = {
     "default": "",
@@ -85,26 +85,17 @@ class Task:
 
     Args:
         prompt: one of PROMPT_PRESETS.
-
-    Attributes:
-        name: what settings and errors call it.
-        file: that it was loaded from; "" for a built-in one.
-        sha256: of that file.
-        instruction: asks for the answer; "" for the reasoning format's own sentence.
-        box_prefix: forced before an answer; "" for the reasoning format's own, an open box.
-        answer_end: the text that ends a forced answer; "" for the brace that closes its box.
-        max_answer_tokens: the cap of a forced answer where none is given.
-        labels_expect: whether a label is the expected grade over `options`, each with its
-            probability, instead of the likeliest one's grade.
     """
 
-    name: ClassVar[str] = ""
-    file: ClassVar[str] = ""
-    sha256: ClassVar[str] = ""
-    instruction: str = ""
-    box_prefix: str = ""
-    answer_end: str = ""
-    max_answer_tokens: int = 32
+    name: ClassVar[str] = ""  # what settings and errors call it
+    file: ClassVar[str] = ""  # that it was loaded from; "" for a built-in one
+    sha256: ClassVar[str] = ""  # of that file
+    instruction: str = ""  # asks for the answer; "" for the reasoning format's own sentence
+    box_prefix: str = ""  # forced before an answer; "" for the format's own, an open box
+    answer_end: str = ""  # ends a forced answer; "" for the brace that closes its box
+    max_answer_tokens: int = 32  # the cap of a forced answer where none is given
+    # Whether a label is the expected grade over `options`, each with its probability, instead of
+    # the likeliest one's grade.
     labels_expect: bool = False
 
     def __init__(self, prompt: str = "default") -> None:
@@ -113,7 +104,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its name and what was chosen: JSON values, from which `registry.open_task` makes it."""
+        """Its name and what was chosen: JSON values, from which `domains.open_task` makes it."""
         own: dict[str, Any] = {"name": self.name or type(self).__name__}
         if self.file:
             own = {"name": type(self).__name__, "file": self.file, "sha256": self.sha256}
@@ -141,11 +132,9 @@ class Task:
 
     def message(self, problem: Problem, fmt: ReasoningFormat) -> str:
         """The user's turn: the problem, the prompt preset, the instruction."""
-        if extra := PROMPT_PRESETS[self.prompt]:
-            problem = replace(problem, problem=f"{problem.problem}\n\n{extra}")
-        if self.instruction:
-            return f"{problem.problem}\n\n{self.instruction}"
-        return user_message(problem, fmt)
+        asked = self.instruction or fmt.user_instruction
+        parts = (problem.problem, PROMPT_PRESETS[self.prompt], asked)
+        return "\n\n".join(part for part in parts if part)
 
     def options(self, problem: Problem) -> tuple[str, ...]:
         """The answers among which labels choose, as they stand behind what is forced.

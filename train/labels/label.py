@@ -26,8 +26,8 @@ from ospruner.engines.opening import (
     open_engine,
     parse_arguments,
 )
+from ospruner.eval.problems.domains import open_task, parse_task
 from ospruner.eval.problems.problem import Columns, Problem
-from ospruner.eval.problems.registry import open_task, parse_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source, task_of
 from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings

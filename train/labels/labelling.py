@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
+from ospruner.eval.problems.domains import open_task
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 

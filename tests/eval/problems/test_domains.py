@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ospruner.eval.grading.pool import Grade
-from ospruner.eval.problems.domains import Choice, Exact
+from ospruner.eval.problems.domains import TASKS, Choice, Exact, open_task, parse_task
 from ospruner.eval.problems.problem import Problem, user_message
-from ospruner.eval.problems.registry import TASKS, open_task, parse_task
 from ospruner.eval.problems.sources import load_source
 from ospruner.eval.problems.task import PROMPT_PRESETS, Math, Task, prompt_token_ids
 from ospruner.formats import DEEPSEEK_R1, QWEN3

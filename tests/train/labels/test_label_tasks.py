@@ -15,8 +15,8 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.calibrating import calibrate
 from ospruner.comparing import compare
+from ospruner.eval.problems.domains import parse_task
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.registry import parse_task
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
