@@ -157,8 +157,8 @@ def load_source(
     """
     columns = columns or {}
     if dataset in BENCHMARKS:
-        found, source = _load_benchmark(dataset, files, split, columns, read)
-        return Loaded(found[:limit], source)
+        found, about = _load_benchmark(dataset, files, split, columns, read)
+        return Loaded(found[:limit], about)
     if files:
         raise ValueError(
             f"files are given for the dataset {dataset!r}; they go with the name of a benchmark "
