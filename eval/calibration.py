@@ -12,8 +12,6 @@ order of betting; `max_loss` is the null's, `level` the chance of a wrong reject
 (C,) which calibrations reject.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ at many settings there, the one of the highest AES is chosen, and intervals choo
 resample.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

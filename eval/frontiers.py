@@ -7,8 +7,6 @@ first step), between which anyone can draw lots. The area is then measured on te
 mean accuracy over all lengths between the two trivial rules' own.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ the share of earlier probes that agree, stability and the density of backtrackin
 at each labelled step, and is a logistic regression on the same kinds of scalars.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Literal
 

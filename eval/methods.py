@@ -1,7 +1,5 @@
 """The methods that are compared: their names, and what a policy's name with settings means."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The accuracy-efficiency score, by which rules are chosen and compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -9,8 +9,6 @@ run repeats at most one batch. Without time, Pass@1 over more samples needs no g
 more, and replay.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -5,8 +5,6 @@ the results from `results.json`; labels' settings from their manifests. Only the
 and the data sets are told by the caller.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

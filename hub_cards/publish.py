@@ -1,7 +1,5 @@
 """Publishing on the Hub: a policy or labels go up as one commit, or not at all."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Only files that belong to a policy or to labels leave the run's folder; anything
 there and is named. Links are refused: what they lead to may lie outside.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -5,8 +5,6 @@ every step end of three written traces are stored in `probes.json`; verifying co
 from the repository's weights and the pinned base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

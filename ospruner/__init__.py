@@ -15,8 +15,6 @@ ospruner.publish("policy", "org/ospruner-qwen3-8b")
 Everything is loaded when it is first used: `import ospruner` loads neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

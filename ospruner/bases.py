@@ -4,8 +4,6 @@ A base qualifies if its decoder keeps L layers in a `ModuleList` and needs token
 embeddings only: `check_decoder` looks at it, `check_tail` tries copies of its last layers.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Sequence

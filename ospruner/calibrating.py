@@ -1,7 +1,5 @@
 """`ospruner.calibrate`: a promise about accuracy, found on labels and stored in the policy."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

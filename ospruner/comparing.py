@@ -1,7 +1,5 @@
 """`ospruner.compare`: labels, their base, policies and rules are brought together."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Files that survive kills and tell of damage: fsync, replacement, checksums, a folder's lock."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

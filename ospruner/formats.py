@@ -1,7 +1,5 @@
 """The formats of known families, and what is asked of one beside stopping."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Packages that only some engines need: imported where used, with a clear word where missing."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

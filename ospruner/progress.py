@@ -1,7 +1,5 @@
 """How long-running work tells what is done: a callback, so that library code never prints."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Protocol

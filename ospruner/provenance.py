@@ -4,8 +4,6 @@ Label sets, policies and demo runs are stamped by `provenance` alone, so that ca
 read one format. What is on the Hub and what is a folder is decided here, too (`is_hub_id`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

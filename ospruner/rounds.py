@@ -6,8 +6,6 @@ some hundred problems, a promise needs more of them. After each round a policy i
 calibrated, and another round is begun as long as it is worth its hours (`worth_a_round`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import time

@@ -3,8 +3,6 @@
 A model here is whatever has a `base`, a `policy`, a `token_format` and a `config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

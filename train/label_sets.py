@@ -1,7 +1,5 @@
 """The labels of a run, and the model that made them: what is held out, and what is refused."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -25,8 +25,6 @@ the answer forced here right, or (answer convergence) the trace's final answer (
 on baselines)?
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

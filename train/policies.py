@@ -1,7 +1,5 @@
 """Policies before and after they are trained: a fresh one for labels, and what is saved of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ collapses the other way: where the price times the tokens of thinking outweighs 
 stopping at once is optimal, and the policy's stop probabilities saturate there.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ trainer_state.json   transformers': the log, of a run that has ended
 model.safetensors, config.json, provenance.json ...   the policy; of several, in a folder each
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ query carries its head's sink, that key a one, and all other keys zero. So trans
 `scaled_dot_product_attention`, sliding windows in blocks of their own width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

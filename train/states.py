@@ -12,8 +12,6 @@ values in the last n layers everywhere; so these are kept, in their place.
 A model here is whatever has a `base` and a `policy`: `OSPrunerForCausalLM`, or a `Verifier`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

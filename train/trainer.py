@@ -7,8 +7,6 @@ causal pass a trace, whose outputs are read at the step ends. The baselines go t
 with another loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

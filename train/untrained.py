@@ -4,8 +4,6 @@ Of a base that is quantised or offloaded, the copies are read unquantised from t
 it came from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Most answers are decided here: equal texts and plain integers need no computer a
 goes to child processes (`pool.py`), which can be killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import re
 import unicodedata

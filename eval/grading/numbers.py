@@ -6,8 +6,6 @@ so are those that people read in two ways: 1.000 and 1,5. Of what has several pa
 that it cannot read: `2 \text{ hours } 30 \text{ minutes}` is 2, a.m. is p.m., and 5 cm are 5 m.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from fractions import Fraction

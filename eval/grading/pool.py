@@ -8,8 +8,6 @@ again, which then must be guarded by `if __name__ == "__main__"`; a notebook lin
 that calls `ospruner.label` is not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -5,8 +5,6 @@ Run as a script, never imported; one JSON value a line on each side: [true, null
 work here, because this is the main thread of its process.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

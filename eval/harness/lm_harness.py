@@ -7,8 +7,6 @@ What `hf` lacks stands here: the policy's settings, answers told from thinking b
 that count in the answer alone, and how long the model thought, as a metric of each task.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import defaultdict

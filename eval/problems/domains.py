@@ -3,8 +3,6 @@
 Labels and policies pin a task by its settings, from which it is opened again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Problems with reference answers, from files or rows, and how one is asked."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

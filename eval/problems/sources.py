@@ -3,8 +3,6 @@
 The same problem in two sets is found by its normalised text, whatever its id.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ another domain is one file with a subclass (docs/tasks.md shows one). A task is 
 settings, which labels and policies pin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime

@@ -5,8 +5,6 @@ tables of the appendix print accuracy and length of every policy, with forced an
 docs/reproduce.md tells where the two, and the text, disagree.
 """
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results as tables, for terminal and page alike; and one Markdown page of a folder of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

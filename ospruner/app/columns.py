@@ -4,8 +4,6 @@ A column is thinking and answer, as plain values and as HTML; it is given again 
 grows.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

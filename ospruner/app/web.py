@@ -3,8 +3,6 @@
 It asks nobody but its own server: no analytics, no fonts and no scripts from elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands of `ospruner`: each calls one function of the package and prints what it found."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

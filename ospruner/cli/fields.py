@@ -5,8 +5,6 @@ options with the fields' own names, types, defaults and help. The dataclass is i
 command is called, so that `ospruner --help` loads nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

@@ -3,8 +3,6 @@
 A default given here is only shown in the help.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

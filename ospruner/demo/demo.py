@@ -5,8 +5,6 @@ then come what only the demo has: two baselines, test problems that are looked a
 and the saved policy, loaded, that generates.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

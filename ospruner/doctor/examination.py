@@ -3,8 +3,6 @@
 Reads configurations and tokenizers, no weights.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -4,8 +4,6 @@ Arithmetic on a base's configuration; no weights are read. tests/train/test_on_c
 peaks of training with steps on tensors without storage.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of one trace being sampled, and of one answer being forked, token by token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -7,8 +7,6 @@ generate alike. What differs from the original is said where it does.
 Everywhere a step is a paragraph, and a trial answer is forced into a box and decoded greedily.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

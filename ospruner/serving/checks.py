@@ -1,7 +1,5 @@
 """Which policies an engine can serve: looked at once, when it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any

@@ -8,8 +8,6 @@ How requests are distributed is told in histograms over fixed bins, so that a se
 them without keeping what it saw. Bins are cut where tenths of the calibration's traces lie.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`ospruner serve`: an engine's own server on a policy, with the defaults that a newcomer wants."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a server's counters say that it has saved: its `/metrics`, as anybody may read them."""
 
-from __future__ import annotations
-
 import math
 import re
 import urllib.request

@@ -6,8 +6,6 @@ library, is imported before the engine's version is known to be supported, and n
 wrong here reaches the engine: this package may share an environment with any.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -6,8 +6,6 @@ end (or the token cap, `ended="cap"`), so that `step_ends[-1] == len(trace_ids)`
 means the answer forced at the last step; the natural answer is kept beside it and never mixed in.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

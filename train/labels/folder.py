@@ -15,8 +15,6 @@ Shards never change, and no two have one name: what is sorted or graded again ge
 the hash of the data in each of them makes it read what is on the disk now.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Traces that others made: read from their text, and labelled like our own."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

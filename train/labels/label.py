@@ -1,7 +1,5 @@
 """Label runs by names: `ospruner.label`, traces that others made, and grading again."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -4,8 +4,6 @@ Nothing is rolled out again later: the objective and every baseline are computed
 grades (the paper's section on data preprocessing).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait

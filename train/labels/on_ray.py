@@ -4,8 +4,6 @@ By hand, not by Ray Data or an `ActorPool`: these know tasks, and an engine is k
 of traces, of which the end of its process may cost only those that it has begun.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any

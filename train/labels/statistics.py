@@ -1,7 +1,5 @@
 """What a label folder holds, in numbers and in a few lines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Draws are counter-based, and a row's tokens do not depend on its batch: a batch 
 a few roundings, so a choice that roundings could turn is made again from the row run alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

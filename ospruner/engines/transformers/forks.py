@@ -1,7 +1,5 @@
 """Answers forked off a group of traces: each trace runs once, its forks on copies of its cache."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How many rows fit into memory: by what is free, and by what a row was seen to hold."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ computed for all others, and nothing stays from one step to the next: the radix 
 prefill and retraction are the base's.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterable

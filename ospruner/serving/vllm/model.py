@@ -8,8 +8,6 @@ preemption hold for both. Drafts may be made from the same tap (EAGLE-3): it giv
 A policy of queries only reads the base's pages where steps end (`Pages`).
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

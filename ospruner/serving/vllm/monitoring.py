@@ -11,8 +11,6 @@ The requests of the control group think to their end. Where the policy would hav
 short request of its own forces the answer there, after the reply was sent, and is compared.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import json

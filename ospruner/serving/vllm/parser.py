@@ -10,8 +10,6 @@ Not openai-harmony's `StreamableParser` (tried: 0.0.11): of a reply that goes on
 which the prompt has opened it drops the thinking, or raises.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from abc import abstractmethod

@@ -7,8 +7,6 @@ the stock command needs no option. An entry point of `vllm.logits_processors` wo
 vLLM of the host, and end those that cannot import it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Each runner has a processor of its own (`runner_v2.py`, `runner_v1.py`), which f
 of its batches; `plugin.py` chooses.
 """
 
-from __future__ import annotations
-
 import sys
 from abc import abstractmethod
 from collections import OrderedDict

@@ -4,8 +4,6 @@ V1 keeps each request's tokens in a list of its own on the host, and tells its p
 requests stand where in the batch. Preempted requests leave the batch and come back into it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ if the drafts before it are accepted. A copy of its `ServedRow` takes in the dra
 said of it is kept, so that a draft that is accepted is decided on as it was.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Which policies and bases vLLM serves: refused at the start, by what is seen of them."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 from unittest.mock import patch
