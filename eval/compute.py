@@ -34,22 +34,21 @@ from .table import FloatArray, IntArray, TraceTable
 _PREFIXES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 
 
-def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float = 1.0) -> float:
-    """The share of a parameter's weights that tokens meet: of a mixture's experts, of any others 1.
-
-    Each token is sent to some of the experts independently of the others.
-    """
-    # (experts, in, out), as transformers stacks them; (channels, 1, kernel) is a convolution's.
-    if parameter.ndim != 3 or parameter.shape[1] == 1:
-        return 1.0
-    text: Any = config.get_text_config()  # its attributes, for some families map this name
-    chosen = text.top_k_experts if hasattr(text, "top_k_experts") else text.num_experts_per_tok
-    return float(1 - (1 - chosen / parameter.shape[0]) ** tokens)
-
-
 def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:
-    """Weights that a token meets of a decoder layer, which may lie on the meta device."""
-    return round(sum(share_met(p, config) * p.numel() for p in layer.parameters()))
+    """Weights that a token meets of a decoder layer, which may lie on the meta device.
+
+    Of a mixture's experts these are its share of them, of any others all.
+    """
+    text: Any = config.get_text_config()  # its attributes, for some families map this name
+
+    def met(parameter: torch.Tensor) -> float:
+        # (experts, in, out), as transformers stacks them; (channels, 1, kernel) is a convolution's.
+        if parameter.ndim != 3 or parameter.shape[1] == 1:
+            return parameter.numel()
+        chosen = text.top_k_experts if hasattr(text, "top_k_experts") else text.num_experts_per_tok
+        return parameter.numel() * chosen / parameter.shape[0]
+
+    return round(sum(map(met, layer.parameters())))
 
 
 def heads_width(config: PreTrainedConfig) -> int:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ospruner.durable import replace_file
+from ospruner.durable import differences, refuse_strangers, replace_file
+from ospruner.provenance import read_object
 
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
@@ -260,11 +261,7 @@ class Results:
         Raises:
             ValueError: it holds something else, or was written by another version.
         """
-        try:
-            content = json.loads(Path(path).read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: no JSON ({error}); make it again") from error
-        return cls.from_dict(content, str(path))
+        return cls.from_dict(read_object(Path(path)), str(path))
 
 
 def find_results(folder: str | Path) -> dict[Path, Results]:
@@ -292,22 +289,10 @@ def find_results(folder: str | Path) -> dict[Path, Results]:
 def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises ValueError where a folder holds another comparison, or something else."""
     if (folder / RESULTS_FILE).is_file():
-        there = Results.read(folder / RESULTS_FILE).settings
-        pairs = {name: (there.get(name), settings.get(name)) for name in {*there, *settings}}
-        differences = "; ".join(
-            f"{name}: {theirs!r} there, {ours!r} asked for"
-            for name, (theirs, ours) in sorted(pairs.items())
-            if theirs != ours
-        )
-        if differences:
+        if differ := differences(settings, Results.read(folder / RESULTS_FILE).settings):
             raise ValueError(
-                f"{folder} holds a comparison of other settings ({differences}): choose another "
-                "--out, or delete it"
+                f"{folder} holds a comparison of other settings ({'; '.join(differ)}): choose "
+                "another --out, or delete it"
             )
-        return
-    names = sorted(path.name for path in folder.glob("*"))
-    if strangers := [one for one in names if not one.startswith((".", "online"))]:
-        raise ValueError(
-            f"{folder} holds other files ({', '.join(strangers[:5])}) and no comparison: choose an "
-            "empty folder"
-        )
+    else:
+        refuse_strangers(folder, (".", "online"))

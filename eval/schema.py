@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modeling_ospruner.configuration_ospruner import check_choice, check_integer, check_number
+from ospruner.durable import differences
 
+OF_SAMPLING = ("seed", "samples_per_problem", "prompt_date")  # in which splits may differ
 MATH_TASK: dict[str, Any] = {"name": "math"}
 """The settings of mathematics: the task of labels and policies that name none."""
 FREE_ANSWER_TOKENS = 512
@@ -90,11 +92,8 @@ class LabelSettings:
             other: the other settings.
             but: settings that may differ.
         """
-        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        free = {*but}
         if None in (self.base_fingerprint, other.base_fingerprint):
-            del mine["base_fingerprint"]
-        return [
-            f"{name}: {mine[name]!r} here, {theirs[name]!r} there"
-            for name in mine
-            if mine[name] != theirs[name] and name not in but
-        ]
+            free.add("base_fingerprint")
+        sides = ({k: v for k, v in vars(one).items() if k not in free} for one in (self, other))
+        return differences(*sides)

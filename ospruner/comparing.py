@@ -24,7 +24,7 @@ from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Generator, evaluate_online, labelled_problems
 from ospruner.eval.problems.domains import open_task
 from ospruner.eval.recorded import Method, Recorded
-from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
+from ospruner.eval.schema import FREE_ANSWER_TOKENS, OF_SAMPLING, LabelSettings
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, Step, StopRule, is_rule, parse_rule
@@ -298,8 +298,7 @@ def compare(
     theirs = None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
-        free = ("seed", "samples_per_problem", "prompt_date")
-        if differences := ours.settings.differences(theirs.settings, but=free):
+        if differences := ours.settings.differences(theirs.settings, OF_SAMPLING):
             raise ValueError(
                 f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
                 "label both with the same settings"

@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,20 @@ def lock_folder(path: Path) -> IO[bytes]:
             f"{path} is being written by another run: wait for it, or use another folder"
         ) from error
     return lock
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """A line for each name whose values differ, with both; a value that is missing is None."""
+    pairs = {name: (here.get(name), there.get(name)) for name in {**here, **there}}
+    return [f"{name}: {a!r} here, {b!r} there" for name, (a, b) in pairs.items() if a != b]
+
+
+def refuse_strangers(path: Path, own: Sequence[str] = (".",)) -> None:
+    """Raises ValueError where a folder holds what does not begin as a run's own files do."""
+    if others := sorted(one.name for one in path.glob("*") if not one.name.startswith(tuple(own))):
+        raise ValueError(
+            f"{path} holds another run's files ({', '.join(others[:5])}): use an empty folder"
+        )
 
 
 @contextmanager

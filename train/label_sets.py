@@ -16,7 +16,7 @@ from ospruner.bases import dtype_on
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import shared_problems, text_key
-from ospruner.eval.schema import LabelSettings
+from ospruner.eval.schema import OF_SAMPLING, LabelSettings
 from ospruner.eval.table import BoolArray, IntArray, TraceTable
 
 from .config import StopConfig
@@ -85,9 +85,7 @@ def split_labels(
         )
     for name, part in parts.items():
         theirs = others.parts.get(name, others).settings
-        # Validation may be sampled with another seed, day, and more often; all else must agree.
-        may_differ = ("seed", "samples_per_problem", "prompt_date")
-        if differences := part.settings.differences(theirs, may_differ):
+        if differences := part.settings.differences(theirs, OF_SAMPLING):
             raise ValueError(
                 f"the validation labels were made otherwise than the training labels "
                 f"({'; '.join(differences)}): label both with the same settings"
@@ -160,8 +158,10 @@ def load_labelled_base(
     known_revision(where, revision)  # refuses a policy
     made_by, tokenizer = labels.settings, load_tokenizer(where, revision)
     elsewhere = where != made_by.base_model
-    if elsewhere and not (Path(where).is_dir() and _asks_alike(tokenizer, labels)):
-        raise _not_by(where, made_by)
+    if elsewhere:  # a copy asks the first problem in the same tokens
+        row, labeller = labels.traces[0], Labeller.of(tokenizer, made_by)
+        if not Path(where).is_dir() or labeller.prompt(problem_of(row)) != row["prompt_ids"]:
+            raise _not_by(where, made_by)
     dtype = dtype_on(device, where, revision)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         where, revision=revision, dtype=dtype
@@ -196,12 +196,6 @@ def _not_by(where: str, made_by: LabelSettings, said: str = "") -> ValueError:
         f"not by {where!r}, and a policy is trained on the base that wrote its traces{said}. "
         "Leave out --base, give a local copy of that base, or label with this one"
     )
-
-
-def _asks_alike(tokenizer: PreTrainedTokenizerBase, labels: Labels) -> bool:
-    """Whether a copy of the base that lies elsewhere asks the first problem in the same tokens."""
-    row, labeller = labels.traces[0], Labeller.of(tokenizer, labels.settings)
-    return bool(labeller.prompt(problem_of(row)) == row["prompt_ids"])
 
 
 def _answers_difference(

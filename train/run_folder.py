@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ospruner.durable import lock_folder, read_checked, write_checked
+from ospruner.durable import differences, lock_folder, read_checked, refuse_strangers, write_checked
 
 RUN = "run.json"
 
@@ -31,22 +31,13 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
     identity = json.loads(json.dumps(identity))
     with lock_folder(out):
         if not (out / RUN).is_file():
-            if strangers := sorted(e.name for e in out.iterdir() if not e.name.startswith(".")):
-                raise ValueError(
-                    f"{out} holds another run's files ({', '.join(strangers[:5])}): use an empty "
-                    "folder"
-                )
+            refuse_strangers(out)
             write_checked(out / RUN, identity)
         stored = record_of(out)
-        differences = [
-            f"{name}: {value!r} here, {stored.get(name)!r} there"
-            for name, value in identity.items()
-            if value != stored.get(name)
-        ]
-        if differences:
+        if differ := differences(identity, {name: stored.get(name) for name in identity}):
             raise ValueError(
-                f"{out} holds another run ({'; '.join(differences)}): use the same "
-                "settings and labels to continue it, or another folder"
+                f"{out} holds another run ({'; '.join(differ)}): use the same settings and labels "
+                "to continue it, or another folder"
             )
         yield
 

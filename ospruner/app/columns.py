@@ -101,11 +101,8 @@ def columns_html(plain: AppColumn, pruned: AppColumn) -> str:
         saved = f"{share:.0%} saved" if share >= 0 else f"{-share:.0%} more"
         change = f"{before:,.{digits}f} → {after:,.{digits}f} {name}"
         numbers.append((saved if plain.done and pruned.done else "…", change))
-    if plain == pruned == AppColumn():
-        numbers = []
-    return _TEMPLATE.render(
-        plain=plain, pruned=pruned, numbers=numbers, reasons=REASONS, empty=AppColumn()
-    )
+    shown = {"plain": plain, "pruned": pruned, "empty": AppColumn(), "reasons": REASONS}
+    return _TEMPLATE.render(shown, numbers=[] if plain == pruned == AppColumn() else numbers)
 
 
 class LocalSource:
@@ -134,20 +131,18 @@ class LocalSource:
         """
         ids = self._prompt_ids(question)
         self._running = written = _Written(self.model, ids.shape[1])
-        arguments: dict[str, Any] = {
-            **{"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            **{"do_sample": False, "stop_policy": False, "max_new_tokens": question.max_tokens},
-            "stopping_criteria": StoppingCriteriaList([written]),
-        }
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        arguments |= {"do_sample": False, "stop_policy": False}
+        arguments |= {"max_new_tokens": question.max_tokens}
+        arguments["stopping_criteria"] = StoppingCriteriaList([written])
         if question.temperature > 0:
-            arguments |= {"do_sample": True, "temperature": question.temperature}
-            arguments |= {"top_p": 0.95, "top_k": 0}
+            sampling = {"temperature": question.temperature, "top_p": 0.95, "top_k": 0}
+            arguments |= {"do_sample": True, **sampling}
         if pruned:
             arguments["stop_policy"] = {"seed": question.seed, **question.stop_policy}
             arguments["on_step"] = written.on_step
-        thread = threading.Thread(
-            target=written.run, args=(arguments, question.seed, pruned), daemon=True
-        )
+        work = (arguments, question.seed, pruned)
+        thread = threading.Thread(target=written.run, args=work, daemon=True)
         thread.start()
         try:
             while thread.is_alive():
@@ -260,16 +255,14 @@ class ServedSource:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"--url is {url!r}; it must be like http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
-        openai = needed("openai", "asking a server", "pip install 'ospruner[app]'")
-        self._error: type[Exception] = openai.OpenAIError
-        self._refused: type[Exception] = openai.APIStatusError
-        self._client: Any = openai.OpenAI(
+        self._openai: Any = needed("openai", "asking a server", "pip install 'ospruner[app]'")
+        self._client = self._openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
         )
         try:
             served = self._client.models.list().data[0]
-        except (self._error, IndexError) as error:
-            raise ConnectionError(self._gone(error)) from error
+        except (self._openai.OpenAIError, IndexError) as error:
+            raise self._gone(error) from error
         self.policy = str(served.id)
         self._instruction = str((self._told("format") or {}).get("user_instruction", ""))
         self._asked = ""  # the name of the last pruned request
@@ -288,12 +281,22 @@ class ServedSource:
             extra |= {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
             extra |= {"stop_id": name, "stop_seed": question.seed}
             self._asked = name
+        asked = f"{question.text}\n\n{self._instruction}"
         began = looked = time.perf_counter()
         pieces: list[tuple[int, str]] = []  # tokens so far, text
         answer, tokens = "", 0
         record: dict[str, Any] = {}
         try:
-            with self._streamed(question, extra) as parts:
+            with self._client.chat.completions.create(
+                model=self.policy,
+                messages=[{"role": "user", "content": asked.rstrip()}],
+                temperature=question.temperature,
+                max_tokens=question.max_tokens,
+                seed=question.seed,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"vllm_xargs": extra, "return_token_ids": True},
+            ) as parts:
                 for part in parts:
                     if part.usage is not None and part.usage.completion_tokens_details is not None:
                         tokens = part.usage.completion_tokens_details.reasoning_tokens
@@ -310,9 +313,10 @@ class ServedSource:
                     yield AppColumn(
                         _paragraphs(pieces, record), answer.strip(), tokens, now - began
                     )
-        except self._error as error:
-            if not isinstance(error, self._refused) or vars(error)["status_code"] >= 500:
-                raise ConnectionError(self._gone(error)) from error
+        except self._openai.OpenAIError as error:
+            refused = isinstance(error, self._openai.APIStatusError)
+            if not refused or vars(error)["status_code"] >= 500:
+                raise self._gone(error) from error
             raise ValueError(
                 f"The server refuses the question ({error}). Change what it names, or shorten the "
                 "question."
@@ -326,34 +330,20 @@ class ServedSource:
         """See `LocalSource.answer_now`."""
         self._told(f"answer/{self._asked}", self._client.post)
 
-    def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
-        return self._client.chat.completions.create(
-            model=self.policy,
-            messages=[
-                {"role": "user", "content": f"{question.text}\n\n{self._instruction}".rstrip()}
-            ],
-            temperature=question.temperature,
-            max_tokens=question.max_tokens,
-            seed=question.seed,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"vllm_xargs": extra, "return_token_ids": True},
-        )
-
     def _told(self, what: str, ask: Callable[..., Any] | None = None) -> dict[str, Any] | None:
         """What the server says of a request, or of its policy; None where it knows nothing."""
         try:
             told: dict[str, Any] = (ask or self._client.get)(
                 f"{self.url}/ospruner/{what}", cast_to=object
             )
-        except self._refused:
+        except self._openai.APIStatusError:
             return None
-        except self._error as error:
-            raise ConnectionError(self._gone(error)) from error
+        except self._openai.OpenAIError as error:
+            raise self._gone(error) from error
         return told
 
-    def _gone(self, error: Exception) -> str:
-        return (
+    def _gone(self, error: Exception) -> ConnectionError:
+        return ConnectionError(
             f"{self.url} does not answer as a server of `ospruner serve` ({error}): start one with "
             "`ospruner serve POLICY --port 8000`, or name another with --url"
         )

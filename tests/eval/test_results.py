@@ -89,7 +89,7 @@ def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
     ((place, found),) = find_results(tmp_path).items()
     assert (place, found.name) == (folder, "DeepSeek-R1-Distill-Qwen-7B, GSM8K, forced, replay")
     assert found.to_dict() == report.results.to_dict()
-    with pytest.raises(ValueError, match="other settings.*'GSM8K' there, 'AIME' asked for"):
+    with pytest.raises(ValueError, match="other settings.*'AIME' here, 'GSM8K' there"):
         make_evaluation(benchmark="AIME").save(folder)
     save_comparison(tmp_path / "b", seed=1)
     with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
@@ -98,7 +98,7 @@ def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
+    with pytest.raises(ValueError, match="another run's files .thesis.tex."):
         make_evaluation().save(tmp_path)
     replace(WHOLE, about={}).save(tmp_path / "results.json")  # as training with a policy
     save_comparison(tmp_path / "policy")  # and the demo

@@ -18,6 +18,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
 
+from ospruner.durable import differences
 from ospruner.eval.problems.problem import text_key
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import PROVENANCE_FILE, check_place, hash_of, is_hub_id
@@ -174,12 +175,9 @@ def load_mix(sources: Sequence[LabelSource]) -> Labels:
     first, names = loaded[0], _names_of(loaded)
     for name, other in zip(names[1:], loaded[1:], strict=True):
         lines = first.settings.differences(other.settings, _OF_A_PART)
-        ours, theirs = (one.settings.reasoning_format for one in (first, other))
-        lines += [
-            f"reasoning_format's {key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
-            for key in sorted({*ours, *theirs} - {"box_prefix", "answer_end"})
-            if ours.get(key) != theirs.get(key)
-        ]
+        formats = ({**one.settings.reasoning_format} for one in (first, other))
+        free = dict.fromkeys(("box_prefix", "answer_end"))
+        lines += [f"reasoning_format's {one}" for one in differences(*(x | free for x in formats))]
         if lines:
             raise ValueError(
                 f"the labels of {names[0]} and {name} cannot be mixed ({'; '.join(lines)}): one "
