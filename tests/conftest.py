@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+LoadScript = Callable[[str], ModuleType]
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +90,7 @@ def repo_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def load_script() -> Callable[[str], ModuleType]:
+def load_script() -> LoadScript:
     """Imports a script that is in no package, by its path; it may import those beside it."""
 
     def load(path: str) -> ModuleType:
@@ -128,7 +129,7 @@ TINY_CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer(load_script: Callable[[str], ModuleType]) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(load_script: LoadScript) -> PreTrainedTokenizerFast:
     r"""A byte-level BPE with Qwen2's split regex, in which "\n\n" and ".\n\n" are single tokens.
 
     `<think>` and `</think>` are one id each and, as in R1-Distill, not special (decoding keeps
@@ -173,9 +174,7 @@ def tiny_base(tiny_tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def tiny_base_dir(
-    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_base_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder holding `tiny_base` and its tokenizer, for tests that load by path."""
     path = tmp_path_factory.mktemp("tiny-base")
     _make_tiny_base(tiny_tokenizer).save_pretrained(path)

@@ -94,9 +94,7 @@ def test_a_broken_base(base: Path, damage: Change, name: str, said: str) -> None
     assert found[name].advice
 
 
-def test_what_no_refusal_foresees_is_told_by_its_kind(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_none_foresees_is_told_by_kind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a fault of ours: it is no verdict on the base."""
 
     def broken(*_: Any) -> None:

@@ -1,7 +1,9 @@
 """Engines over servers: real ones on 127.0.0.1 that run the embedded reasoner; which does what."""
 
 import asyncio
+import importlib.util
 import random
+import re
 import string
 import sys
 from collections import Counter
@@ -9,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +28,21 @@ from ospruner.engines.interface import (
     SamplingSettings,
     TraceRequest,
 )
+from ospruner.engines.opening import EngineOptions, default_engine, open_engine, parse_arguments
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.optional import MissingPackageError
 
+from ..own_process import needs_vllm
 from .conftest import GREEDY, Desk, Traces, check_agreement, check_choices, choose_all, fork_all
 from .local_server import LocalServer
 
 ENGINES: dict[str, Any] = {"openai": OpenAIEngine, "sglang": SGLangEngine}
 Few = tuple[list[ForkRequest], list[list[ForkedAnswer]]]
+Servers = list[LocalServer]
 
 
 @pytest.fixture
-def servers(reasoner: Reasoner) -> Iterator[list[LocalServer]]:
+def servers(reasoner: Reasoner) -> Iterator[Servers]:
     with LocalServer(reasoner) as first, LocalServer(reasoner) as second:
         yield [first, second]
 
@@ -58,7 +65,7 @@ def open_over(
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_agrees_with_the_transformers_engine(
-    name: str, servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+    name: str, servers: Servers, reasoner: Reasoner, traces: Traces
 ) -> None:
     engine = open_over(servers, reasoner, name)
     sampled = engine.sample(traces.prompts[:2], GREEDY, reasoner.token_format)
@@ -71,9 +78,7 @@ def test_agrees_with_the_transformers_engine(
 
 
 @pytest.mark.parametrize("faults", [[503], [429, 500], ["hang"]])
-def test_what_fails_is_sent_again(
-    faults: list[int | str], servers: list[LocalServer], reasoner: Reasoner, few: Few
-) -> None:
+def test_what_fails_is_resent(faults: Any, servers: Servers, reasoner: Reasoner, few: Few) -> None:
     servers[0].faults.extend(faults)
     timeout = 5 if faults == ["hang"] else 300
     engine = open_over(servers[:1], reasoner, timeout_seconds=timeout, retries=4)
@@ -82,9 +87,7 @@ def test_what_fails_is_sent_again(
     assert len(servers[0].prompts) >= 3 + len(faults)
 
 
-def test_a_dead_server_s_work_is_done_by_the_other(
-    servers: list[LocalServer], reasoner: Reasoner, few: Few
-) -> None:
+def test_a_dead_server_s_work_is_taken_up(servers: Servers, reasoner: Reasoner, few: Few) -> None:
     engine = open_over(servers, reasoner, concurrency=1)
     servers[0].faults.extend(["none", "none", 500])
     check_agreement(reasoner, few[0], few[1], fork_all(engine, reasoner, few[0]))
@@ -95,7 +98,7 @@ def test_a_dead_server_s_work_is_done_by_the_other(
 
 
 def test_refused_requests_and_servers_without_token_ids_are_told_from_dead_ones(
-    servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+    servers: Servers, reasoner: Reasoner, traces: Traces
 ) -> None:
     engine = open_over(servers[:1], reasoner)
     servers[0].faults.append(400)
@@ -110,7 +113,7 @@ def test_refused_requests_and_servers_without_token_ids_are_told_from_dead_ones(
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_letters_are_read_where_they_are_unlikely(
-    name: str, servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+    name: str, servers: Servers, reasoner: Reasoner, traces: Traces
 ) -> None:
     """OpenAI's interface tells of the 20 likeliest tokens: a letter beyond is asked for alone."""
     engine = open_over(servers[:1], reasoner, name)
@@ -129,9 +132,7 @@ def test_letters_are_read_where_they_are_unlikely(
         choose_all(engine, reasoner, requests[:1], string.ascii_uppercase)
 
 
-def test_each_row_has_its_own_seed(
-    servers: list[LocalServer], reasoner: Reasoner, traces: Traces
-) -> None:
+def test_each_row_has_its_own_seed(servers: Servers, reasoner: Reasoner, traces: Traces) -> None:
     settings = SamplingSettings(temperature=0.6, max_new_tokens=4, seed=1)
     fmt, seeds = reasoner.token_format, []
     for name in ENGINES:
@@ -164,7 +165,7 @@ def test_bad_settings_are_refused(reasoner: Reasoner, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["transformers", *ENGINES])
 def test_a_trace_ends_where_its_text_holds_the_marker(
-    name: str, servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+    name: str, servers: Servers, reasoner: Reasoner, traces: Traces
 ) -> None:
     """A greedy trace's own text is made the marker: all before it stays, the answer follows."""
     engine = open_over(servers, reasoner, name) if name in ENGINES else reasoner.engine
@@ -193,7 +194,7 @@ def test_a_trace_ends_where_its_text_holds_the_marker(
 
 
 def test_what_a_server_takes_for_the_marker_is_looked_at(
-    servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+    servers: Servers, reasoner: Reasoner, traces: Traces
 ) -> None:
     """Markers are found by their text: a token that holds more than the marker ends it, too."""
     fmt = reasoner.token_format
@@ -317,3 +318,67 @@ def test_errors_end_the_run() -> None:
     with pytest.raises(KeyError, match="5"):
         Fake(2, breaks_at=5).fork(made(20), SUFFIX, 1)
     assert Fake(2).fork([], SUFFIX, 1) == []
+
+
+# Engines by name: their arguments as the command line gives them.
+
+
+def test_values_have_the_types_that_they_say() -> None:
+    texts = ["size=2", "--gpu-memory=0.8", "eager=true", 'limit={"image": 0}', "seed=null", "n=a=b"]
+    found = {"size": 2, "gpu_memory": 0.8, "eager": True, "limit": {"image": 0}, "seed": None}
+    assert parse_arguments(texts, "engine argument") == found | {"n": "a=b"}
+
+
+@pytest.mark.parametrize("text", ["max_seqs", "=2", "a b=2", "", "max-len=3"])
+def test_an_argument_without_name_or_value_or_given_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be name=value"):
+        parse_arguments(["max_len=2", text], "engine argument")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "vllm", "device", "said"),
+    [
+        (True, True, None, "vllm: .*a CUDA GPU and vLLM"),
+        (True, True, "cuda:1", r"transformers: .*a given device \(cuda:1\)"),
+        (True, False, None, "transformers: .*vLLM, .* is not installed"),
+        (False, True, None, "transformers: .*no CUDA GPU"),
+    ],
+)
+def test_the_default_engine(
+    cuda: bool, vllm: bool, device: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if vllm else None)
+    assert re.match(said, ": ".join(default_engine(device)))
+
+
+def opened(name: str, base: Path, tokenizer: Any, **arguments: Any) -> Any:
+    urls = ("http://127.0.0.1:9",) if name in ("openai", "sglang") else ()
+    dtype = "auto" if urls else "float32"
+    options = EngineOptions(str(base), dtype=dtype, urls=urls, arguments=arguments)
+    return open_engine(name, tokenizer, options)
+
+
+def test_transformers_takes_its_own_and_loadings(tiny_base_dir: Path, tiny_tokenizer: Any) -> None:
+    arguments = {"attn_implementation": "eager", "fork_tokens": 99}
+    engine = opened("transformers", tiny_base_dir, tiny_tokenizer, **arguments)
+    assert isinstance(engine, TransformersEngine)
+    assert engine.fork_tokens == 99
+    assert engine.model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="cannot be loaded with {'attn_implementation': 'none"):
+        opened("transformers", tiny_base_dir, tiny_tokenizer, attn_implementation="none such")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("openai", "the openai engine takes"),
+        ("sglang", "the sglang engine takes"),
+        pytest.param("vllm", "vLLM's EngineArgs has none", marks=needs_vllm),
+    ],
+)
+def test_what_an_engine_does_not_take_is_refused(
+    name: str, said: str, tiny_base_dir: Path, tiny_tokenizer: Any
+) -> None:
+    with pytest.raises(ValueError, match=rf"\['tensor_paralel_size'\]: {said}"):
+        opened(name, tiny_base_dir, tiny_tokenizer, tensor_paralel_size=2)

@@ -25,9 +25,7 @@ def url(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield address
 
 
-def test_the_real_server_gives_the_same_labels(
-    url: str, reasoner: Reasoner, traces: Traces
-) -> None:
+def test_a_server_gives_the_same_labels(url: str, reasoner: Reasoner, traces: Traces) -> None:
     engine = SGLangEngine(str(reasoner.folder), reasoner.tokenizer, [url])
     sampled = engine.sample(traces.prompts, GREEDY, reasoner.token_format)
     assert sampled == traces.sampled

@@ -250,9 +250,7 @@ def test_offloaded_bases(name: str, tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_rows_are_admitted_by_free_memory(
-    name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_admits_rows(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.base(name)
     token = 4 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, head size, float32
     free, seen = 10**15, list[tuple[int, int]]()  # rows, and bytes that they hold
@@ -329,9 +327,7 @@ def anew(base: Any, tiny: Tiny) -> Tokens:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_are_those_of_texts_that_are_run_anew(
-    name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_run_anew(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows replaced, compacted, realigned: none depends on its neighbours or on its batch."""
     base = tiny.base(name, ends=True)
     expected = anew(base, tiny)
@@ -367,9 +363,7 @@ def test_finished_traces_are_forked_and_replaced_while_others_are_sampled(tiny: 
     assert sum(busy) / len(busy) > 0.75 * 8
 
 
-def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forks_wait_for_memory_beside_the_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     base, desk = tiny.base("qwen2", ends=True), Desk(rows(prompts(COUNT)), 12)
     monkeypatch.setattr(
         memory, "free_bytes", lambda device: 1000 if len(desk.sampling) > 1 else int(7 * TOKENS)
@@ -382,9 +376,7 @@ def test_forks_wait_where_memory_does_not_take_them_beside_the_rows(
     assert found == run(tiny, tiny.engine(base), Desk(rows(prompts(COUNT))))
 
 
-def test_what_cannot_be_sampled_or_forked_fails_alone(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done_fails_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     base, asked = tiny.base("qwen2", ends=True), prompts(COUNT)
     expected = run(tiny, tiny.engine(base), Desk(rows(asked)))
     asked[7], asked[20] = [9] * 300, [9] * 900

@@ -80,9 +80,7 @@ def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings)
         ("gemma2", {}, None),
     ],
 )
-def test_bases_whose_roundings_have_no_bound_are_named(
-    name: str, fields: dict[str, Any], said: str | None
-) -> None:
+def test_bases_of_unbounded_roundings_are_named(name: str, fields: Any, said: str | None) -> None:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(name, **fields), dtype=torch.float32

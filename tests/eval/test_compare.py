@@ -1,11 +1,10 @@
 """One comparison of policies and rules: settings, choices, frontiers, the frame, and its file."""
 
-import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,15 @@ from ospruner.eval.compute import Compute, LayerWork, ModelWork
 from ospruner.eval.evaluation import Report
 from ospruner.eval.learnstop import LEARN_STOP, features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Predicted, Split
-from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.methods import PAPER_THRESHOLDS, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.recorded import SIGNALS_FILE, Method, Recorded
 from ospruner.eval.replay import replay_full, replay_step
 from ospruner.eval.report.summary import write_report
+from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.formats import DEEPSEEK_R1
 
+from ..conftest import LoadScript
 from .evaluations import dataset_of
 from .recompute import recomputed
 
@@ -72,7 +74,7 @@ def shorter(of: Split) -> Split:
     by_step = [n for n in of.dataset.column_names if n.startswith(("step_", "forced_", "matches"))]
     dataset = of.dataset.select(range(len(of.dataset))[::-1])
     dataset = dataset.map(lambda row: {name: row[name][:2] for name in by_step})
-    return dataclasses.replace(of, dataset=dataset, table=TraceTable.from_dataset(dataset))
+    return replace(of, dataset=dataset, table=TraceTable.from_dataset(dataset))
 
 
 SHORT = shorter(TEST)
@@ -93,15 +95,15 @@ def said(of: Split, use: PolicyUse) -> Predicted:
     if use.config.method != "flashthink":
         return found
     read = 3 * of.table.lengths  # it reads the thinking three times as slowly
-    return dataclasses.replace(found, read_tokens=read, flops=np.asarray(2.0 * read))
+    return replace(found, read_tokens=read, flops=np.asarray(2.0 * read))
 
 
 def asked(of: Split) -> Split:
     """The traces charged for what they compute, with policies at hand."""
     work = ModelWork((LayerWork(100, 10), LayerWork(100, 10)), logits=1000)
     compute = Compute(work, np.full(len(of.table), 7), of.suffix_tokens)
-    charged = dataclasses.replace(of, table=compute.charge(of.table), compute=compute)
-    return dataclasses.replace(charged, said=lambda use: said(charged, use))
+    charged = replace(of, table=compute.charge(of.table), compute=compute)
+    return replace(charged, said=lambda use: said(charged, use))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     others = parse_policies([f"{folder}/probe", f"{folder}/flashthink@.6"])
     methods: list[Method] = [*parse_policies(seeds, ()), *others]
     methods += [rules.Budget, rules.AnswerEntropy, rules.Deer, rules.RunJump, LEARN_STOP]
-    methods += [dataclasses.replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)]
+    methods += [replace(rules.Deer, method="DEER, 3 trials")(0.9, trials=3)]
     return compare(
         asked(TEST),
         [*methods, rules.ThinkJustEnough],
@@ -183,9 +185,9 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
 
 
 def test_grades_of_test_traces_change_no_choice() -> None:
-    flipped = dataclasses.replace(TEST.table, correct=1 - TEST.table.correct)
+    flipped = replace(TEST.table, correct=1 - TEST.table.correct)
     chosen = []
-    for split in (TEST, dataclasses.replace(TEST, table=flipped)):
+    for split in (TEST, replace(TEST, table=flipped)):
         methods: list[Method] = [rules.AnswerEntropy, LEARN_STOP]
         frame = compare(split, methods, choose_on=VALIDATION).frame
         chosen.append([frame[frame[how]].parameter.tolist() for how in ("chosen", "frontier")])
@@ -236,7 +238,7 @@ def test_other_prompts_stand_beside_problem_by_problem(report: Report) -> None:
     assert row.harmed > 0
     (found,) = (x for x in report.rules if x.method == CONCISE)
     assert np.array_equal(found.outcome.correct, there)
-    fewer = dataclasses.replace(SHORT, dataset=SHORT.dataset.take(59))
+    fewer = replace(SHORT, dataset=SHORT.dataset.take(59))
     with pytest.raises(ValueError, match="59 traces of 59 problems, 60 of 60.: label the same"):
         compare(asked(TEST), [rules.Budget(40)], beside={CONCISE: fewer})
 
@@ -252,9 +254,7 @@ def test_another_s_arithmetic_finds_the_same(report: Report, tmp_path: Path) -> 
         assert {name: written[name] for name in found} == pytest.approx(found, rel=1e-5, abs=1e-6)
 
 
-def test_stored_numbers_are_checked(
-    report: Report, tmp_path: Path, load_script: Callable[[str], ModuleType]
-) -> None:
+def test_saved_numbers_are_checked(report: Report, tmp_path: Path, load_script: LoadScript) -> None:
     """`make check-numbers` finds a number that was changed by hand."""
     check: Any = load_script("docs/check_numbers.py")
     report.save(tmp_path / "signals")
@@ -292,8 +292,8 @@ def test_learnstop_learns_from_other_problems() -> None:
     # Grades of a validation problem do not decide its own scores.
     flipped = VALIDATION.table.correct.copy()
     flipped[0] = VALIDATION.table.mask[0] - flipped[0]
-    changed = dataclasses.replace(VALIDATION.table, correct=flipped)
-    other = learn_stop(TEST, dataclasses.replace(VALIDATION, table=changed))[1].signals
+    changed = replace(VALIDATION.table, correct=flipped)
+    other = learn_stop(TEST, replace(VALIDATION, table=changed))[1].signals
     np.testing.assert_array_equal(other[0], held[0])
     assert not np.allclose(other[1:], held[1:], equal_nan=True)
     on_others = learn_stop(TEST, VALIDATION, split(2, "r"))[1].signals
@@ -305,7 +305,68 @@ def test_learnstop_learns_from_other_problems() -> None:
 def test_backtracking_is_the_share_of_steps_with_such_a_word() -> None:
     one = split(0, "v", 4)
     dataset = one.dataset.map(lambda row: {"trace_ids": [1, *row["trace_ids"][1:]]})
-    found = features_of(dataclasses.replace(one, dataset=dataset))[..., -1]
+    found = features_of(replace(one, dataset=dataset))[..., -1]
     for n, steps in enumerate(one.table.num_steps):
         assert found[n, :steps].tolist() == [1 / (i + 1) for i in range(steps)]
         assert not found[n, steps:].any()
+
+
+# Policies by name, and for which base.
+
+
+def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
+    more |= {"base_model_name_or_path": "org/base", "base_revision": "abc", "price": penalty}
+    more |= {"reasoning_format": DEEPSEEK_R1.to_dict(), "method": method}
+    mode = "sample" if method == "os-pruner" else "threshold"
+    OSPrunerConfig(default_mode=mode, **more).save_pretrained(folder)
+    return folder
+
+
+def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path) -> None:
+    ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
+    first, *uses = parse_policies([str(ours), str(probe)])
+    assert (first.method, first.mode) == ("OS-Pruner", "sample")
+    assert (first.parameter, first.parameter_name) == (1e-4, "price")
+    assert [use.threshold for use in uses] == list(PAPER_THRESHOLDS)
+    assert {(use.method, use.mode) for use in uses} == {("probe", "threshold")}
+    # Both ways of deciding can be asked for.
+    uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
+    names = {"OS-Pruner (≥0.3)": 0.3, "OS-Pruner (≥0.5)": 0.5, "OS-Pruner": None}
+    assert {use.method: use.threshold for use in uses} == {**names, "probe (sampled)": None}
+
+
+def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
+    for price in (1e-4, 5e-5):
+        save(tmp_path / "run" / f"price{price}", penalty=price)
+    (tmp_path / "run" / "logs").mkdir()
+    assert [use.parameter for use in parse_policies([str(tmp_path / "run")])] == [1e-4, 5e-5]
+
+
+def test_bad_policies_are_refused(tmp_path: Path) -> None:
+    """Further ones: tests/project/bad_inputs.txt."""
+    ours, other = save(tmp_path / "ours"), save(tmp_path / "other", num_policy_layers=3)
+    for specs, message in (
+        (["dear"], "dear is no folder here; did you mean the rule 'deer'"),
+        ([ours, ours], "given twice for OS-Pruner with parameter 0.0001"),
+        ([ours, other], "with num_policy_layers 3 and 2: they are no training seeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_policies(list(map(str, specs)))
+
+
+def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
+    use = parse_policies([str(save(tmp_path / "ours"))])[0]
+    form = DEEPSEEK_R1.to_dict()
+    labels = LabelSettings(base_model="org/base", base_revision="abc", reasoning_format=form)
+    refuse_other_base(use, labels)
+    other = {**form, "box_prefix": "Answer: {"}
+    refuse_other_base(use, replace(labels, reasoning_format=other), any_task=True)
+    for changes, message in (
+        ({"base_model": "org/other"}, "is a policy for org/base at revision abc, the traces are"),
+        ({"base_revision": "def"}, "at revision abc, the traces are of org/base at def"),
+        ({"reasoning_format": other}, "was trained on traces with box_prefix"),
+        ({"task": {"name": "choice"}}, "was trained on the task math, here it is choice"),
+        ({"step_stride": 2}, r"decides at every 1\. step, here every 2\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuse_other_base(use, replace(labels, **changes))

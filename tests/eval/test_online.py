@@ -218,9 +218,7 @@ def test_replay_says_how_far_it_is_from_generate(
     assert f"{found['largest']:.1e} at most, at {found['steps']} step ends" in line
 
 
-def test_a_sentence_before_the_closing_changes_no_length(
-    reasoner: Reasoner, use: PolicyUse
-) -> None:
+def test_a_sentence_before_closing_changes_no_length(reasoner: Reasoner, use: PolicyUse) -> None:
     pairs = zip(draw_split("test", 8, 0), prompts_of(reasoner, 8), strict=True)
     asked, found = [OnlineProblem(*one) for one in pairs], []
     plain, soft = generator(reasoner), generator(reasoner)
@@ -249,9 +247,7 @@ def test_free_answers_have_the_labels_room(reasoner: Reasoner, tmp_path: Path) -
     np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
 
 
-def test_a_free_reply_without_markers_holds_its_answer(
-    reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_reply_holds_an_answer(reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch) -> None:
     """As labels read it: nothing tells its thinking from its answer."""
     made, tokenizer = generator(reasoner, answer="free"), reasoner.tokenizer
     made.fmt = TokenFormat.compile(PLAIN, tokenizer)
@@ -281,9 +277,7 @@ def test_free_answers_on_labels_of_forced_ones(labelled: Labelled) -> None:
     assert free[2] > forced[2]
 
 
-def test_what_cannot_be_generated_is_refused_at_once(
-    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
-) -> None:
+def test_what_is_refused_at_once(reasoner: Reasoner, use: PolicyUse, tmp_path: Path) -> None:
     labels = tmp_path / "labels"
     reasoner.label(draw_split("test", 2, 0), labels, seed=0)
     out, other = tmp_path / "out", OSPrunerConfig.from_pretrained(use.path)
@@ -305,9 +299,7 @@ def test_what_cannot_be_generated_is_refused_at_once(
     assert not out.exists()
 
 
-def test_the_commands_replay_report_and_compare(
-    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
-) -> None:
+def test_replay_report_and_compare(reasoner: Reasoner, use: PolicyUse, tmp_path: Path) -> None:
     reasoner.label(draw_split("test", 6, 0), tmp_path / "labels", seed=11)
 
     def run(*arguments: str) -> str:

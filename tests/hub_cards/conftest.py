@@ -115,9 +115,11 @@ RESULTS = Results(
 class Publisher:
     """Stages and sends in this process, with the base that is loaded already."""
 
-    def __init__(self, api: HfApi, reasoner: Reasoner, base: Repo, tmp_path: Path) -> None:
-        self.api, self.reasoner, self.base, self.tmp_path = api, reasoner, base, tmp_path
-        self.count = 0
+    def __init__(
+        self, hub: LocalHub, api: HfApi, reasoner: Reasoner, base: Repo, tmp_path: Path
+    ) -> None:
+        self.hub, self.api, self.reasoner, self.base = hub, api, reasoner, base
+        self.tmp_path, self.count = tmp_path, 0
 
     def load(self, folder: Path) -> OSPrunerForCausalLM:
         return OSPrunerForCausalLM.from_base(self.reasoner.model, folder)
@@ -133,8 +135,10 @@ class Publisher:
 
 
 @pytest.fixture
-def publisher(api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path) -> Publisher:
-    return Publisher(api, reasoner, base_repo, tmp_path)
+def publisher(
+    hub: LocalHub, api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path
+) -> Publisher:
+    return Publisher(hub, api, reasoner, base_repo, tmp_path)
 
 
 @pytest.fixture

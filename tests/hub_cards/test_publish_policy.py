@@ -40,9 +40,7 @@ def raise_bias(folder: Path, tensor: str = "policy.head.bias") -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def test_one_commit_holds_exactly_the_policy(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
+def test_one_commit_holds_exactly_the_policy(publisher: Publisher, run_dir: Path) -> None:
     """A secret beside the policy, within it, and behind a link stays where it is."""
     secret = run_dir.parent / "secret.env"
     secret.write_text("PASSWORD=swordfish")
@@ -52,7 +50,7 @@ def test_one_commit_holds_exactly_the_policy(
     staged = publisher.stage(run_dir, "org/policy")
     done = send(staged, "org/policy", False, publisher.api)
     assert list(staged.left_out) == ["link.json", "notes.txt", "optimizer.pt"]
-    repo = hub.repos["model", "org/policy"]
+    repo = publisher.hub.repos["model", "org/policy"]
     assert len(repo.commits) == 2, "the repository's first, and ours"
     assert done.commit == repo.head.oid
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
@@ -102,13 +100,11 @@ def test_record_and_card_are_those_of_the_repository(publisher: Publisher, run_d
     assert published.frame.equals(Results.read(run_dir / "results.json").frame)
 
 
-def test_a_new_version_replaces_ours_and_leaves_theirs(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
+def test_a_new_version_replaces_ours_and_leaves_theirs(publisher: Publisher, run_dir: Path) -> None:
     first, again = (publisher.publish(run_dir, "org/newer") for _ in range(2))
     assert (first.changed, again.changed) == (True, False)
     assert again.commit == first.commit
-    repo = hub.repos["model", "org/newer"]
+    repo = publisher.hub.repos["model", "org/newer"]
     assert len(repo.commits) == 2
     repo.commit({**repo.head.files, "reviews.txt": File(b"seen", False)})
     (run_dir / "pareto.png").unlink()
@@ -121,38 +117,34 @@ def test_a_new_version_replaces_ours_and_leaves_theirs(
     assert files["model.safetensors"].content == (run_dir / "model.safetensors").read_bytes()
 
 
-def test_a_broken_upload_is_retried_or_leaves_no_trace(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
+def test_a_broken_upload_is_retried_or_leaves_no_trace(publisher: Publisher, run_dir: Path) -> None:
     """And a commit whose answer was lost is told from one that was not made."""
     staged = publisher.stage(run_dir, "org/torn")
 
     def send_it() -> Published:
         return send(staged, "org/torn", False, publisher.api)
 
-    hub.cut("PUT", "org/torn/lfs", times=99)
+    publisher.hub.cut("PUT", "org/torn/lfs", times=99)
     with pytest.raises(ConnectionError, match="org/torn failed .*: it went up whole or not at all"):
         send_it()
-    repo = hub.repos["model", "org/torn"]
+    repo = publisher.hub.repos["model", "org/torn"]
     assert list(repo.head.files) == [".gitattributes"]
-    hub.cuts.clear()
-    hub.cut("PUT", "org/torn/lfs")
-    hub.cut("POST", "org/torn/commit")
+    publisher.hub.cuts.clear()
+    publisher.hub.cut("PUT", "org/torn/lfs")
+    publisher.hub.cut("POST", "org/torn/commit")
     with pytest.raises(ConnectionError, match="run the same command again"):
         send_it()
     assert len(repo.commits) == 1
-    hub.cut("POST", "org/torn/commit", answer=True)
+    publisher.hub.cut("POST", "org/torn/commit", answer=True)
     with pytest.raises(ConnectionError, match="run the same command again"):
         send_it()
     assert len(repo.commits) == 2
     assert not send_it().changed
 
 
-def test_private_stays_private_and_a_strangers_repository_his(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
+def test_private_stays_private_and_a_strangers_one_his(publisher: Publisher, run_dir: Path) -> None:
     publisher.publish(run_dir, "org/hidden", private=True)
-    assert hub.repos["model", "org/hidden"].private
+    assert publisher.hub.repos["model", "org/hidden"].private
     publisher.publish(run_dir, "org/open")
     with pytest.raises(ValueError, match="repo='org/open' exists and is public"):
         publisher.publish(run_dir, "org/open", private=True)
@@ -162,14 +154,12 @@ def test_private_stays_private_and_a_strangers_repository_his(
     assert publisher.base.head is before
 
 
-def test_a_base_that_is_not_pinned_is_refused(
-    publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
-) -> None:
+def test_unpinned_bases_are_refused(publisher: Publisher, run_dir: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(REASONER, tmp_path / "other"))
     raise_bias(other, "model.norm.weight")
-    hub.add("model", "org/other", other)
+    publisher.hub.add("model", "org/other", other)
     (other / "model.safetensors").unlink()
-    hub.add("model", "org/empty", other)
+    publisher.hub.add("model", "org/empty", other)
     cases: dict[str, dict[str, Any]] = {
         "base is a local folder .reasoner., which nobody else could load": {"base": None},
         "base org/missing is not on the Hub": {"base": "org/missing"},
@@ -180,7 +170,7 @@ def test_a_base_that_is_not_pinned_is_refused(
     for message, release in cases.items():
         with pytest.raises(ValueError, match=message):
             publisher.stage(run_dir, "org/unpinned", **release)
-    assert ("model", "org/unpinned") not in hub.repos
+    assert ("model", "org/unpinned") not in publisher.hub.repos
 
 
 def test_a_branch_is_resolved_to_its_commit(publisher: Publisher, run_dir: Path) -> None:
@@ -193,12 +183,10 @@ def test_a_branch_is_resolved_to_its_commit(publisher: Publisher, run_dir: Path)
         publisher.stage(staged.path, "org/x", base="org/else")
 
 
-def test_an_unknown_licence_is_said_aloud(
-    publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_licence_is_said(publisher: Publisher, run_dir: Path, tmp_path: Path) -> None:
     nameless = Path(shutil.copytree(REASONER, tmp_path / "nameless"))
     (nameless / "README.md").unlink()
-    hub.add("model", "org/nameless", nameless)
+    publisher.hub.add("model", "org/nameless", nameless)
     settings = {"base": "org/nameless", "base_revision": None}
     staged = publisher.stage(run_dir, "org/x", **settings)
     assert any("licence of org/nameless is not known" in remark for remark in staged.remarks)
@@ -397,9 +385,7 @@ def test_a_stranger_uses_it_by_its_card(
     assert {found["stop"], found["base_stop"]} <= {"policy", "natural"}
 
 
-def test_verify_accepts_it_and_finds_what_was_changed(
-    hub: LocalHub, published: Repo, run: Run
-) -> None:
+def test_verify_accepts_it_and_finds_changes(hub: LocalHub, published: Repo, run: Run) -> None:
     assert run("ospruner verify org/shared").count(" ok ") == 4
     evil = hub.repos["model", "org/evil"] = Repo("model", "org/evil")
     files = dict(published.head.files)

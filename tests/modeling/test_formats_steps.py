@@ -32,13 +32,11 @@ Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 PIECES = ["a", " ", "\n", "\n\n", ".\n", ".\n\n", "\n\n\n", "}\n\n//", "\n\n//", " \n", "<think>"]
 
 
-def made_format(
-    kinds: bytes, literals: ReasoningFormat = DEEPSEEK_R1, **fields: Any
-) -> TokenFormat:
+def made_format(kinds: bytes, form: ReasoningFormat = DEEPSEEK_R1, **fields: Any) -> TokenFormat:
     """A format of nothing but the kinds of its tokens, and what is given."""
     empty: dict[str, Any] = dict.fromkeys(("closing_ids", "box_prefix_ids", "eos_ids"), ())
     empty |= {"think_end_id": -1, "added_ids": frozenset(), "texts": ()}
-    return TokenFormat(format=literals, kinds=kinds, **(empty | fields))
+    return TokenFormat(format=form, kinds=kinds, **(empty | fields))
 
 
 def boundaries(fmt: TokenFormat, ids: Sequence[int]) -> list[int]:
@@ -127,9 +125,7 @@ def real(request: pytest.FixtureRequest) -> Compiled:
     return compiled
 
 
-def test_every_token_that_ends_with_a_blank_line_ends_a_step(
-    real: Compiled, shared_dir: Path
-) -> None:
+def test_each_token_that_ends_in_a_blank_line_ends_a_step(real: Compiled, shared_dir: Path) -> None:
     tokenizer, fmt = real
     folder = "gpt-oss-o200k-harmony" if fmt.channels else "deepseek-r1-distill-qwen"
     path = shared_dir / "data" / "tokenizers" / folder / "newline_tokens.json"

@@ -87,9 +87,8 @@ def test_rows_that_something_else_ends_are_let_go(model: OSPrunerForCausalLM) ->
         return (torch.arange(3) == 1) & (ids.shape[1] >= columns)
 
     how: dict[str, Any] = {"stopping_criteria": [second_after_nine]}
-    assert torch.equal(
-        run(model, inputs, stop_policy=NEVER | FREE, **how), run(model, inputs, **how)
-    )
+    kept = run(model, inputs, stop_policy=NEVER | FREE, **how)
+    assert torch.equal(kept, run(model, inputs, **how))
     ended = model.last_stop[1]
     assert (ended.thinking_tokens, ended.reason) == (9, "length")
     assert all(end <= 9 for end in ended.step_ends)
@@ -153,9 +152,7 @@ FORBIDDING: list[tuple[str, Callable[[int, int], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("name", "forbidding"), FORBIDDING)
-def test_a_constraint_that_forbids_what_is_forced_is_refused(
-    model: OSPrunerForCausalLM, name: str, forbidding: Any
-) -> None:
+def test_forbidding_is_refused(model: OSPrunerForCausalLM, name: str, forbidding: Any) -> None:
     end, *_, last = model.token_format.closing_ids
     arguments = forbidding(end, last)
     with pytest.raises(ValueError, match=rf"must force the tokens \[.*\], .* but {name} forbids"):
@@ -306,9 +303,7 @@ def alone(model: OSPrunerForCausalLM, asked: str, stop_policy: Any = True) -> st
     return str(model.tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-def test_a_pipeline_loads_a_policy_by_name_and_takes_chats_alone_and_in_batches(
-    stopping: OSPrunerForCausalLM, tmp_path: Path
-) -> None:
+def test_pipelines_take_chats_and_batches(stopping: OSPrunerForCausalLM, tmp_path: Path) -> None:
     stopping.base.save_pretrained(tmp_path / "base")
     stopping.config.base_model_name_or_path = str(tmp_path / "base")
     stopping.save_pretrained(tmp_path / "policy")

@@ -67,9 +67,7 @@ def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -
         (Agreement, TypeError, "it must be True, False, a dict or a rule"),
     ],
 )
-def test_settings(
-    model: OSPrunerForCausalLM, settings: Any, error: type[Exception], message: str
-) -> None:
+def test_settings(model: OSPrunerForCausalLM, settings: Any, error: Any, message: str) -> None:
     refused(model, error, message, PROMPT, stop_policy=settings)
 
 

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 
@@ -53,7 +52,7 @@ def base(tiny_base_dir: Path) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture
-def policy(base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def policy(base: Any, tiny_tokenizer: Any, tmp_path: Path) -> Path:
     save_policy(base, tiny_tokenizer, tmp_path / "policy")
     return tmp_path / "policy"
 
@@ -63,10 +62,7 @@ def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
 
 
 def test_a_bases_next_policy_finds_what_is_its_own(
-    base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    base: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tokenizer is read, no vocabulary and no layer looked through; adapters touch no base."""
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -91,9 +87,7 @@ def test_a_bases_next_policy_finds_what_is_its_own(
     assert other.tokenizer.chat_template == "{{ messages[0].content }}!"
 
 
-def test_another_fine_tune_of_the_same_sizes_is_refused(
-    base: Qwen2ForCausalLM, policy: Path
-) -> None:
+def test_another_fine_tune_of_the_same_sizes_is_refused(base: Any, policy: Path) -> None:
     with torch.no_grad():
         base.model.norm.weight.mul_(1 + 2**-8)  # as rounded to bfloat16: it is let pass
         OSPrunerForCausalLM.from_base(base, policy)
@@ -103,7 +97,7 @@ def test_another_fine_tune_of_the_same_sizes_is_refused(
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_broken_tensors_are_named(policy: Path, base: Qwen2ForCausalLM, how: str) -> None:
+def test_broken_tensors_are_named(policy: Path, base: Any, how: str) -> None:
     """And where a newer version saved the policy, it says so."""
     edit(ospruner_version="99.0.1")(policy)
     upgrade = rf"saved by ospruner 99.0.1, this is {VERSION}: upgrade with pip install -U"
@@ -111,9 +105,7 @@ def test_broken_tensors_are_named(policy: Path, base: Qwen2ForCausalLM, how: str
         OSPrunerForCausalLM.from_base(base, policy)
 
 
-def test_a_bases_pickles_are_never_opened(
-    tiny_base_dir: Path, policy: Path, tmp_path: Path
-) -> None:
+def test_a_bases_pickles_are_not_opened(tiny_base_dir: Path, policy: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_base_dir, tmp_path / "base")
     edit(base_model_name_or_path=str(folder))(policy)
     pickle_only(folder)
@@ -122,9 +114,7 @@ def test_a_bases_pickles_are_never_opened(
             AutoModelForCausalLM.from_pretrained(policy, **way)
 
 
-def test_a_bases_own_code_is_not_run(
-    tiny_base_dir: Path, policy: Path, base: Qwen2ForCausalLM, tmp_path: Path
-) -> None:
+def test_base_code_is_not_run(tiny_base_dir: Path, policy: Path, base: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_base_dir, tmp_path / "martian")
     opened = tmp_path / "opened"
     (folder / "martian.py").write_text(f"open({str(opened)!r}, 'w')")
@@ -140,9 +130,7 @@ def test_a_bases_own_code_is_not_run(
     assert scores(OSPrunerForCausalLM.from_base(base, policy)).isfinite().all()
 
 
-def test_a_base_that_has_moved_on_is_refused(
-    base: Qwen2ForCausalLM, policy: Path, tmp_path: Path
-) -> None:
+def test_a_base_that_has_moved_on_is_refused(base: Any, policy: Path, tmp_path: Path) -> None:
     """The Hub's cache holds a later commit; nothing but the files' fingerprint tells."""
     repository, newest = tmp_path / "cache" / "models--org--base", "b" * 40
     with torch.no_grad():
@@ -160,9 +148,7 @@ def test_a_base_that_has_moved_on_is_refused(
 
 
 @pytest.mark.parametrize("last", ["cpu", "disk"])
-def test_an_offloaded_base_gives_the_same(
-    base: Qwen2ForCausalLM, policy: Path, tmp_path: Path, last: str
-) -> None:
+def test_offloaded_bases_give_the_same(base: Any, policy: Path, tmp_path: Path, last: str) -> None:
     """The last two layers and the final norm lie on the CPU, or as the rest does on disk."""
     plain = OSPrunerForCausalLM.from_base(base, policy)
     places = {f"model.layers.{i}": "disk" if i < 2 else last for i in range(4)}
@@ -208,7 +194,7 @@ def test_quantised_bases(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_only_exists_quantised(
-    tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    tiny_base_dir: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
     ways = BitsAndBytesConfig(load_in_4bit=True)
@@ -219,9 +205,7 @@ def test_a_checkpoint_that_only_exists_quantised(
         untrained(only, tiny_tokenizer, tuning="layers")
 
 
-def test_what_is_no_policys_folder_is_said_before_the_hub_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_folder_never_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     policy = tmp_path / "runs" / "price5e-5"
     policy.mkdir(parents=True)
@@ -240,9 +224,7 @@ Saved = tuple[OSPrunerForCausalLM, Path]  # a policy and its folder
 
 
 @pytest.fixture(params=[0, 2])
-def saved(
-    request: pytest.FixtureRequest, base: Qwen2ForCausalLM, tiny_tokenizer: Any, tmp_path: Path
-) -> Saved:
+def saved(request: pytest.FixtureRequest, base: Any, tiny_tokenizer: Any, tmp_path: Path) -> Saved:
     """A policy that differs from its base, and the folder in which it is saved."""
     folder = tmp_path / "policy"
     return save_policy(base, tiny_tokenizer, folder, 50, num_policy_layers=request.param), folder
@@ -360,9 +342,7 @@ def test_the_trunk_stops_where_the_tail_enters(saved: Saved) -> None:
     assert calls == 2 * list(range(4 if model.policy.tail is None else 2))
 
 
-def test_given_texts_are_scored_at_their_step_ends(
-    saved: Saved, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_given_texts_are_scored_at_their_step_ends(saved: Saved, tiny_tokenizer: Any) -> None:
     """Alone and as rows of a batch, and whole chats whose thinking is found."""
     model, _ = saved
     prompt = chat_ids(tiny_tokenizer, "3 + 4?")

@@ -64,9 +64,7 @@ def told(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return CliRunner().invoke(made_up, ["run", *arguments], env={"COLUMNS": "200"})
 
 
-def test_options_go_before_set_and_set_before_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_then_set_then_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("price: 1e-5\nlimit: 3\nurls: [a, b]\nschedule: [0.1, 0]\n")
     arguments = ("--config", str(file), "--set", "limit=4", "--set", "quick=true", "--limit", "5")

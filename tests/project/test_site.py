@@ -2,20 +2,20 @@
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from ..conftest import LoadScript
 from ..own_process import output_of
 
 REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def site(load_script: Callable[[str], ModuleType]) -> ModuleType:
+def site(load_script: LoadScript) -> ModuleType:
     """docs/site.py, which mkdocs runs."""
     return load_script("docs/site.py")
 
@@ -42,9 +42,7 @@ PICTURE = '<picture>\n<source srcset="p/d.svg">\n<img src="p/l.svg" alt="A">\n</
         (PICTURE, "![A](p/l.svg#only-light)![A](p/d.svg#only-dark)"),
     ],
 )
-def test_links_out_of_the_site_lead_to_the_repository(
-    site: ModuleType, text: str, there: str
-) -> None:
+def test_links_out_of_it_lead_to_the_repository(site: ModuleType, text: str, there: str) -> None:
     assert site.outside(text, "docs/eval.md", "R/") == there
     assert site.outside("[a](../x.py)", "docs/eval.md") == "a"
 
@@ -74,13 +72,13 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert (tmp_path / "llms.txt").read_text("utf-8").startswith("# OS-Pruner\n")
 
 
-def test_every_number_is_what_its_files_give(load_script: Callable[[str], ModuleType]) -> None:
+def test_every_number_is_what_its_files_give(load_script: LoadScript) -> None:
     check: Any = load_script("docs/check_numbers.py")
     assert [*check.pages(), *check.signals(check.DOCS)] == []
     assert all("<!-- table: " in page.read_text("utf-8") for page in check.PAGES)
 
 
-def test_pictures_are_light_and_dark(load_script: Callable[[str], ModuleType]) -> None:
+def test_pictures_are_light_and_dark(load_script: LoadScript) -> None:
     """They differ in colours alone, and a page shows them."""
     pictures: Any = load_script("docs/pictures.py")
     stems = {path.stem.removesuffix("-dark") for path in pictures.FOLDER.glob("*.svg")}

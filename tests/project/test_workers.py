@@ -66,9 +66,7 @@ def ends(pid: int) -> bool:
     return not alive(pid)
 
 
-def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
-    module: Any, tmp_path: Path
-) -> None:
+def test_jobs_run_on_a_thread_elsewhere_and_a_failure_ends_all(module: Any, tmp_path: Path) -> None:
     seen: dict[str, tuple[int, int, str]] = {}
 
     def noted(phase: str, done: int, total: int, note: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, TokenFormat
 from ospruner.demo.shipped import Reasoner
@@ -27,7 +27,7 @@ from ..families import let_write_paragraphs, make_base
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 
 
-def writer(family: str, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, TokenFormat, Any]:
+def writer(family: str, tokenizer: Any) -> tuple[Any, TokenFormat, Any]:
     """A tiny random base, which likes to end paragraphs and never ends its text; two prompts."""
     base: Any = make_base(family, tokenizer, max_position_embeddings=512)
     fmt, asked = TokenFormat.compile(DEEPSEEK_R1, tokenizer), "Ann has 3 apples"
@@ -86,9 +86,7 @@ CASES = [  # the windows are shorter than any prompt: what such a layer holds ha
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_rows_go_on_bitwise_and_trial_answers_are_right(
-    tiny_tokenizer: PreTrainedTokenizerFast, family: str
-) -> None:
+def test_rows_go_on_bitwise_and_trial_answers_are_right(tiny_tokenizer: Any, family: str) -> None:
     """Cache, random state and texts are what they are without trial answers."""
     base, fmt, inputs = writer(family, tiny_tokenizer)
     assert (inputs["attention_mask"] == 0).any()
@@ -122,7 +120,7 @@ def test_rows_go_on_bitwise_and_trial_answers_are_right(
             assert answer.entropy == pytest.approx(entropy, abs=1e-4)
 
 
-def test_a_base_without_a_cache_is_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_base_without_a_cache_is_refused(tiny_tokenizer: Any) -> None:
     base, fmt, inputs = writer("mamba", tiny_tokenizer)
     inputs |= {"token_format": fmt, "max_new_tokens": 3}
     with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):

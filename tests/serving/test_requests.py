@@ -93,9 +93,7 @@ BUDGET_60 = {"max_thinking_tokens": 60}
         (BUDGET_60, {"min_thinking_tokens": 80}, LEAST_50 | BUDGET_60),
     ],
 )
-def test_nothing_stops_before_an_engines_own_minimum(
-    request_: dict[str, Any], defaults: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+def test_nothing_stops_before_an_engines_minimum(request_: Any, defaults: Any, wanted: Any) -> None:
     asked, on = StopRequest(ALL_ON | request_), StopRequest(defaults, server=True)
     assert asked.settings(on, 50) == StopPolicyConfig(**wanted)
     low = StopRequest({"max_thinking_tokens": 49})
@@ -115,9 +113,7 @@ def test_nothing_stops_before_an_engines_own_minimum(
         ({}, {"stop_policy": False}, 2000, None),
     ],
 )
-def test_an_engines_own_budget_is_the_policys(
-    request_: dict[str, Any], defaults: dict[str, Any], budget: int, wanted: int | None
-) -> None:
+def test_an_engines_budget_is_ours(request_: Any, defaults: Any, budget: int, wanted: Any) -> None:
     on = StopRequest(defaults, server=True)
     extra = {"others": 3, **request_}
     taken = StopRequest(request_).take_budget(extra, budget, on)
@@ -179,9 +175,7 @@ SAMPLE = {"stop_mode": "sample"}
         ({"reasoning": "low"}, None),
     ],
 )
-def test_effort_and_budgets_of_all_dialects(
-    body: dict[str, Any], wanted: dict[str, Any] | None
-) -> None:
+def test_effort_and_budget_by_dialect(body: dict[str, Any], wanted: dict[str, Any] | None) -> None:
     on = StopRequest(ALL_ON, server=True)
     on.settle(EVERY)
     sent = {"model": "toy", **body}

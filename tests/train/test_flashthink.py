@@ -85,10 +85,9 @@ def test_train_save_replay_and_charge(
     assert (full.flops > 0).all()
     scores = replace(report, prices=(1e-3,)).frame[["aes", "reward@1e-3"]]
     assert scores.loc[2].equals(scores.loc[0])
-    assert report.frame["flops_ratio"][2] == pytest.approx(
-        (never.outcome.flops / full.flops.mean()).mean()
-    )
-    assert report.frame["flops_ratio"][2] > 1
+    ratio = report.frame["flops_ratio"][2]
+    assert ratio == pytest.approx((never.outcome.flops / full.flops.mean()).mean())
+    assert ratio > 1
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):

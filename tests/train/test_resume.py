@@ -115,9 +115,7 @@ def test_two_runs_do_not_write_one_folder(make_trainer: MakeTrainer) -> None:
     assert refused == [1]
 
 
-def test_runs_on_kept_states_end_alike_and_run_the_base_once(
-    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_states_end_alike(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (held,) = fit(SHORT, 40, tmp_path / "memory")
     (computed,) = fit(SHORT | {"states_gib": 0.0}, 40, tmp_path / "computed")
     assert computed.tokens == pytest.approx(held.tokens, rel=1e-4)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import draw_split
 from ospruner.formats import guess
 
-from ..conftest import REPO, TINY_CHAT_TEMPLATE, TINY_CORPUS
+from ..conftest import REPO, TINY_CHAT_TEMPLATE, TINY_CORPUS, LoadScript
 from ..families import COMMON
 from ..pages import blocks, commands
 from .conftest import command, write_rows
@@ -85,7 +84,7 @@ def test_every_command_and_line_of_labels(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def base(load_script: Callable[[str], ModuleType], tmp_path: Path) -> Path:
+def base(load_script: LoadScript, tmp_path: Path) -> Path:
     """The tiny base's size with a tokenizer that has no thinking markers."""
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     bpe_tokenizer = load_script("docs/examples/reasoner/recipe.py").bpe_tokenizer
@@ -148,9 +147,7 @@ def test_a_plain_model_learns_to_think(tune: Callable[..., None], tmp_path: Path
     assert {json.loads(line)["problem"] for line in learnt} == {"3 + 4?", "12 * 2?"}
 
 
-def test_a_thinker_learns_on(
-    tune: Callable[..., None], tmp_path: Path, tiny_base_dir: Path
-) -> None:
+def test_thinkers_learn_on(tune: Callable[..., None], tmp_path: Path, tiny_base_dir: Path) -> None:
     with pytest.raises(SystemExit, match="its models are A, B"):
         tune("--models", "C")
     before = AutoTokenizer.from_pretrained(tiny_base_dir)

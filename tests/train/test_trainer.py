@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from datasets import concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -19,7 +19,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.methods import price_grid
 from ospruner.eval.metrics import AES_ABSOLUTE, CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
-from ospruner.eval.table import TraceTable
+from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.provenance import read_provenance
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import warning_about
@@ -31,6 +31,11 @@ from .conftest import PRICED, PROBE, RANGE, SETTINGS, SHORT, Fit, MakeTrainer, l
 
 def reward(outcome: Outcome, price: float) -> float:
     return outcome.accuracy - price * outcome.mean_tokens
+
+
+def probabilities(model: OSPrunerForCausalLM, dataset: Dataset) -> FloatArray:
+    """(N, T) what a policy says at each step."""
+    return predict_outputs(model, LabelledTraces.from_dataset(dataset)).probabilities()
 
 
 def test_annealed_policies_earn_more(fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_path: Path) -> None:
@@ -46,9 +51,7 @@ def test_annealed_policies_earn_more(fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_
         model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
         assert model.config.price == saved.price
         assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
-        outcome = replay(
-            table, predict_outputs(model, LabelledTraces.from_dataset(held_out)).probabilities()
-        )
+        outcome = replay(table, probabilities(model, held_out))
         assert saved.accuracy == pytest.approx(outcome.accuracy, abs=1e-5)
         assert saved.tokens == pytest.approx(outcome.mean_tokens, abs=1e-3)
         assert (saved.full_accuracy, saved.full_tokens > saved.tokens) == (1.0, True)
@@ -56,9 +59,7 @@ def test_annealed_policies_earn_more(fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_
 
     fresh = make_labels(60, seed=2, prefix="t")
     table = TraceTable.from_dataset(fresh)
-    trained = replay(
-        table, predict_outputs(model, LabelledTraces.from_dataset(fresh)).probabilities()
-    )
+    trained = replay(table, probabilities(model, fresh))
     best = (table.correct - saved.price * table.lengths)[table.mask].max()
     assert reward(replay_full(table), saved.price) + 0.02 < reward(trained, saved.price) < best
     assert trained.accuracy > 0.9  # the answer is wrong at first: it waits until it is right
@@ -125,10 +126,7 @@ def test_baselines_learn_their_labels(method: str, fit: Fit, tiny_base: Qwen2For
     assert (model.config.method, model.config.default_mode) == (method, "threshold")
     table = TraceTable.from_dataset(dataset)
     target = table.correct if method == "probe" else table.matches_final
-    said = (
-        predict_outputs(model, LabelledTraces.from_dataset(dataset)).probabilities()[table.mask]
-        > 0.5
-    )
+    said = probabilities(model, dataset)[table.mask] > 0.5
     assert (said == target[table.mask]).mean() > 0.9
 
 
@@ -176,9 +174,7 @@ def test_a_stage_ends_with_the_mean_of_its_last_weights(fit: Fit, tmp_path: Path
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 4)
 )
-def test_parts_hold_each_trace_once_and_no_process_more_than_its_slots(
-    lengths: list[int], max_tokens: int, processes: int
-) -> None:
+def test_parts_fit_and_hold_all_traces(lengths: list[int], max_tokens: int, processes: int) -> None:
     token_lengths, rows = np.array([0, *lengths]), np.arange(1, len(lengths) + 1)
     parts = micro_batches(token_lengths, rows, max_tokens, processes)
     assert np.concatenate(parts).tolist() == rows.tolist()
@@ -194,9 +190,7 @@ def test_parts_hold_each_trace_once_and_no_process_more_than_its_slots(
 
 
 @pytest.mark.parametrize("settings", [SHORT | {"states_gib": 0.0}, PROBE, PRICED])
-def test_gradients_and_loss_are_those_of_the_whole_batch(
-    settings: dict[str, Any], make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_parts_step_as_the_whole(settings: Any, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     def take(name: str, **changes: Any) -> tuple[float, list[Tensor]]:
         """Takes a run's only step: the loss, and the gradients it steps with."""
         one = {"batch_size": 12, "num_train_epochs": 1}
@@ -230,9 +224,7 @@ def test_nan_stops_the_run_with_a_clear_error(fit: Fit, tiny_base: Qwen2ForCausa
         fit()
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
-    fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bad_gradients_stop_runs(fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = 0
 
     def loss_with_a_bad_slope(method: str, logits: Tensor, *rest: Any) -> Tensor:
@@ -296,10 +288,8 @@ def test_what_a_policy_did_not_learn_is_said_and_saved(make_trainer: MakeTrainer
     assert "always stops" not in stored.warning
 
     table = TraceTable.from_dataset(make_labels(40))
-    full, at_once, drawn = (
-        replay_full(table),
-        *(replay(table, np.full(table.mask.shape, p)) for p in (1.0, 0.5)),
-    )
+    full = replay_full(table)
+    at_once, drawn = (replay(table, np.full(table.mask.shape, p)) for p in (1.0, 0.5))
     assert warning_about(table, at_once, 0.0, 100).startswith("always stops")
     lost, saved = full.accuracy - drawn.accuracy, full.mean_tokens - drawn.mean_tokens
     assert lost > 0.1
@@ -351,9 +341,7 @@ def test_a_bfloat16_base_is_trained_in_float32(fit: Fit, tiny_base: Qwen2ForCaus
         assert moved == (name != "policy.tail.norm.weight"), name
 
 
-def test_capped_traces_are_dropped_and_it_is_pushed(
-    make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_capped_traces_go_and_it_is_pushed(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     capped = make_labels(5, seed=3, prefix="c", ended="cap")
     trainer = make_trainer(SHORT, concatenate_datasets([capped, make_labels(64)]))
     with pytest.raises(ValueError, match="0 policies are trained here: train first"):

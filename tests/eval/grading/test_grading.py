@@ -112,9 +112,7 @@ def test_a_child_that_dies_of_an_answer_gives_none_and_a_reason(
     assert compare_many(pairs) == [crash, Grade(True), crash, Grade(True)]
 
 
-def test_many_pairs_are_compared_side_by_side_and_equal_ones_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pairs_run_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock(wraps=boxed._ask.__wrapped__)
     monkeypatch.setattr(boxed, "_ask", asked)
     pairs: list[Any] = [(rf"\frac{{{n}}}{{7}}", f"{n + n % 2}/7") for n in range(24)]

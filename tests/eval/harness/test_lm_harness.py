@@ -128,16 +128,12 @@ def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Pa
         ({}, {"gen_kwargs": {"num_return_sequences": 2, "do_sample": True}}, "has one reply in l"),
     ],
 )
-def test_what_cannot_be_run_is_refused(
-    policy: Policy, tasks: Path, more: Any, how: dict[str, Any], complaint: str
-) -> None:
+def test_what_is_refused(policy: Policy, tasks: Path, more: Any, how: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         evaluate(tasks, policy, more, **how)
 
 
-def test_log_likelihoods_and_answers_that_a_task_begins_are_refused(
-    policy: Policy, tasks: Path, tmp_path: Path
-) -> None:
+def test_scores_and_begun_answers_are_refused(policy: Policy, tasks: Path, tmp_path: Path) -> None:
     text = (tasks / "sums.yaml").read_text("utf-8")
     head = text[: text.index("generation_kwargs")].replace("generate_until", "loglikelihood")
     (tmp_path / "likely.yaml").write_text(head.replace("ospruner_sums", "likely"), "utf-8")

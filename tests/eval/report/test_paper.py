@@ -8,11 +8,7 @@ from typer.testing import CliRunner
 
 from ospruner.cli.commands import app
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
-from ospruner.eval.report.paper import (
-    published,
-    table_1_scores,
-    with_published,
-)
+from ospruner.eval.report.paper import published, table_1_scores, with_published
 from ospruner.eval.results import Results
 
 from ..evaluations import make_evaluation, save_comparison

@@ -66,9 +66,7 @@ def committed(folder: Path) -> list[dict[str, Any]]:
     return read_labels(folder).to_list() if listed else []
 
 
-def test_interrupted(
-    tiny_base_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sigint(tiny_base_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, problems = tmp_path / "labels", write_rows(tmp_path / "p.jsonl", map(vars, sums(2000)))
     arguments = ["label", "--base", str(tiny_base_dir), "--dataset", problems]
     arguments += ["--out", str(folder), "--max-thinking-tokens", "32", "--set", "chunk=2"]

@@ -15,7 +15,6 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.demo import REASONER
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.eval.problems.problem import text_key
-from ospruner.eval.schema import LabelSettings
 from ospruner.formats import QWEN3
 from ospruner.train.labels import label as label_module
 from ospruner.train.labels.features import FEATURES
@@ -25,7 +24,7 @@ from ospruner.train.labels.label import label
 from ospruner.train.labels.labelling import Labeller
 from ospruner.train.untrained import untrained
 
-from ..conftest import command, write_rows
+from ..conftest import TINY, command, write_rows
 
 LIMITS: dict[str, Any] = {"max_thinking_tokens": 40, "max_answer_tokens": 5, "batch_size": 2}
 LIMITS |= {"columns": "problem=q,answer=gold", "dtype": "float32", "device": "cpu"}
@@ -39,9 +38,7 @@ def problems(tmp_path: Path) -> str:
 
 def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> None:
     out, numbers = tmp_path / "labels", tmp_path / "numbers.json"
-    excluded = write_rows(
-        tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}]
-    )
+    excluded = write_rows(tmp_path / "other.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
     arguments = (
         f"label --base {tiny_base_dir} --dataset {problems} --out {out} --json {numbers} --seed 3 "
         f"--samples 2 --max-thinking-tokens 40 --set columns=problem=q,answer=gold "
@@ -137,9 +134,7 @@ def test_texts_become_tokens_of_thinking_alone(tiny_base_dir: Path, tmp_path: Pa
     end = str(tokenizer.eos_token)
     odd = {"id": "d", "problem": "p", "answer": "7", "reasoning": f"One {end} 2", "response": end}
     traces = read_traces(write_rows(tmp_path / "t.jsonl", [TRACES[0], TRACES[1], odd]))
-    labeller = Labeller(
-        tokenizer, TokenFormat.compile(QWEN3, tokenizer), LabelSettings(base_model="b")
-    )
+    labeller = Labeller(tokenizer, TokenFormat.compile(QWEN3, tokenizer), TINY)
     open_prompt = tokenizer.encode("<|assistant|><think>\n")
     prompts = [tokenizer.encode("<|assistant|>"), open_prompt, open_prompt]
     sampled = [
@@ -210,9 +205,7 @@ def with_template(base: Path, folder: Path, change: Callable[[str], str]) -> str
     return str(folder)
 
 
-def test_a_base_whose_template_closes_the_thinking_is_labelled_with_it(
-    tiny_base_dir: Path, problems: str, tmp_path: Path
-) -> None:
+def test_closed_templates_are_labelled(tiny_base_dir: Path, problems: str, tmp_path: Path) -> None:
     closing = "{%- if not enable_thinking %}{{- '</think>\\n\\n' }}{%- endif %}"
     base = with_template(tiny_base_dir, tmp_path / "base", lambda given: given + closing)
     out = tmp_path / "labels"

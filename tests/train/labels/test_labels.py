@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner, draw_split
@@ -28,14 +28,12 @@ SETTINGS = replace(TINY, temperature=1.0, top_p=1.0, max_new_tokens=48, max_answ
 
 
 @pytest.fixture
-def engine(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> TransformersEngine:
+def engine(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: Any) -> TransformersEngine:
     return TransformersEngine(tiny_base, tiny_tokenizer, batch_size=8)
 
 
 def test_labels_are_the_engines_answers_read_and_graded(
-    engine: TransformersEngine, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    engine: TransformersEngine, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """The engine's answers are those of each prefix encoded from scratch: tests/engines."""
     labeller = Labeller.of(tiny_tokenizer, SETTINGS)
@@ -75,7 +73,7 @@ def test_labels_are_the_engines_answers_read_and_graded(
 
 
 def test_other_problems_files_and_runs_are_refused(
-    engine: TransformersEngine, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    engine: TransformersEngine, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     def run(folder: Path, problems: list[Problem]) -> None:
         label_problems(problems, engine, Labeller.of(tiny_tokenizer, SETTINGS), folder)
@@ -98,7 +96,7 @@ def test_other_problems_files_and_runs_are_refused(
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
-def test_every_keeps_the_last_step(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_keeps_the_last_step(tiny_tokenizer: Any) -> None:
     trace = tiny_tokenizer.encode("a.\n\nb.\n\nc.\n\nd.\n\ne", add_special_tokens=False)
     ends = Labeller.of(tiny_tokenizer, SETTINGS).step_ends(trace)
     assert len(ends) == 5
