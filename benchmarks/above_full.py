@@ -51,10 +51,8 @@ class AtNoPrice(Study):
 
 def voted(answers: list[str], grades: list[float], count: int) -> float:
     """The grade of the most frequent of the last answers; of equals the latest."""
-    last = answers[-count:]
-    counts = Counter(last)
-    best = max(range(len(last)), key=lambda n: (counts[last[n]], n))
-    return grades[-len(last) :][best]
+    ((most, _),) = Counter(reversed(answers[-count:])).most_common(1)
+    return dict(zip(answers, grades, strict=True))[most]
 
 
 def told(gains: FloatArray, problems: np.ndarray) -> dict[str, float]:

@@ -12,10 +12,10 @@ that of the comparison.
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.engines.opening import load_tokenizer
-from ospruner.eval.online import (
-    How,
-    OnlineProblem,
-    SampleRow,
-    evaluate_online,
-    labelled_problems,
-)
+from ospruner.eval.online import How, OnlineProblem, SampleRow, evaluate_online, labelled_problems
 from ospruner.eval.problems.domains import open_task
 from ospruner.eval.schema import FREE_ANSWER_TOKENS, LabelSettings
 from ospruner.rules import Budget
@@ -58,29 +52,16 @@ def serving(settings: LabelSettings, base: str, dtype: str, prompt: int) -> Iter
             yield url
 
 
-@dataclass
-class Asker:
-    """Asks a server for replies."""
+def asker(url: str, said: LabelSettings, tokenizer: Any) -> Callable[..., list[SampleRow]]:
+    """What asks a server for the replies to a batch of problems, all at a time: a row for each."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1e5, max_retries=0)
+    task, cap = open_task(said.task), said.max_new_tokens
 
-    url: str
-    said: LabelSettings
-    tokenizer: Any
-
-    def __post_init__(self) -> None:
-        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=1e5, max_retries=0)
-        self.task = open_task(self.said.task)
-
-    def run(self, how: How, batch: Sequence[OnlineProblem], start: int) -> list[SampleRow]:
-        """A row for each problem, asked for at a time."""
-        with ThreadPoolExecutor(len(batch)) as pool:
-            return list(pool.map(partial(self._ask, int(how.parameter or 0)), batch))
-
-    def _ask(self, budget: int, one: OnlineProblem) -> SampleRow:
-        said, cap, name = self.said, self.said.max_new_tokens, uuid4().hex
-        budget = min(cap, budget)
+    def ask(budget: int, one: OnlineProblem) -> SampleRow:
+        name, budget = uuid4().hex, min(cap, budget)
         keys = {**VLLM_NEVER, "max_thinking_tokens": budget, "stop_id": name}
         keys["max_answer_tokens"] = said.max_answer_tokens
-        reply = self.client.completions.create(
+        reply = client.completions.create(
             model="policy",
             prompt=list(one.prompt_ids),
             max_tokens=cap + said.max_answer_tokens,
@@ -88,25 +69,31 @@ class Asker:
             top_p=said.top_p,
             extra_body={"vllm_xargs": keys, "return_token_ids": True},
         )
-        told: Any = self.client.get(f"{self.url}/ospruner/stops/{name}", cast_to=object)
+        told: Any = client.get(f"{url}/ospruner/stops/{name}", cast_to=object)
         ids = reply.choices[0].model_dump()["token_ids"]
         count = told["answer_tokens"]
         added = int(count == said.max_answer_tokens)  # an end of text after a cap
-        text = str(self.tokenizer.decode(ids[len(ids) - count - added :]))
+        text = str(tokenizer.decode(ids[len(ids) - count - added :]))
         plain = not said.reasoning_format["think_end"]
         if plain and told["reason"] == "natural" and not count:  # the trace is the reply
-            text = str(self.tokenizer.decode(ids[: told["thinking_tokens"]]))
-        answer = self.task.read_free(text) or ""
+            text = str(tokenizer.decode(ids[: told["thinking_tokens"]]))
+        answer = task.read_free(text) or ""
         cut = told["reason"] == "length" or (budget == cap and told["reason"] == "budget")
         return SampleRow(
             tokens=min(told["thinking_tokens"], cap),
             answer_tokens=count,
             answer=answer,
-            correct=self.task.grade(answer or None, one.problem) or 0.0,
+            correct=task.grade(answer or None, one.problem) or 0.0,
             reason="cap" if cut else told["reason"],
             rethinks=told["rethinks"],
             seconds=math.nan,  # all share the server
         )
+
+    def run(how: How, batch: Sequence[OnlineProblem], start: int) -> list[SampleRow]:
+        with ThreadPoolExecutor(len(batch)) as pool:
+            return list(pool.map(partial(ask, int(how.parameter or 0)), batch))
+
+    return run
 
 
 def main() -> None:
@@ -131,14 +118,9 @@ def main() -> None:
     about = {"model": args.model or Path(base).name, "benchmark": Path(args.labels).name}
     longest = max(len(one.prompt_ids) for one in problems)
     with serving(settings, base, args.dtype, longest) as url:
-        report = evaluate_online(
-            problems,
-            [Budget(args.budget)],
-            Asker(url, settings, load_tokenizer(base)).run,
-            settings,
-            about,
-            batch_problems=len(problems),
-        )
+        run, rules = asker(url, settings, load_tokenizer(base)), [Budget(args.budget)]
+        many = len(problems)
+        report = evaluate_online(problems, rules, run, settings, about, batch_problems=many)
     columns = ["accuracy", "tokens", "answer_after_stop", "answer_after_end", "rethought"]
     print(report.frame[["method", "setting", *columns]].to_string())
     timing.print_json(report.results.to_dict(), args.json)

@@ -3,10 +3,10 @@
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,19 +65,13 @@ def random_base(
     attention: str = "sdpa",
 ) -> Qwen2ForCausalLM:
     """A Qwen2 of random weights, on `DEVICE`."""
-    config = Qwen2Config(
-        **shape._asdict(),
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    more: dict[str, Any] = {"max_position_embeddings": positions, "tie_word_embeddings": False}
+    config = Qwen2Config(**shape._asdict(), **tokens, **more, bos_token_id=None)
+    how = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     torch.manual_seed(seed)
     with torch.device(DEVICE):
-        base = Qwen2ForCausalLM._from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
+        base = Qwen2ForCausalLM._from_config(config, **how)
     return base.eval()
 
 
@@ -89,12 +83,9 @@ def words_of(fmt: TokenFormat) -> list[int]:
     """
     own = next(i for i, kind in enumerate(fmt.kinds) if kind & BREAK and kind & VISIBLE)
     marks = {*fmt.added_ids, fmt.think_end_id, *fmt.eos_ids}
-    plain = (
-        i
-        for i, (kind, text) in enumerate(zip(fmt.kinds, fmt.texts, strict=True))
-        if kind == VISIBLE and i not in marks and set("{}\\").isdisjoint(text)
-    )
-    return [own, *(word for word, _ in zip(plain, range(WORDS - 1), strict=False))]
+    seen = (i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE and i not in marks)
+    plain = (i for i in seen if set("{}\\").isdisjoint(fmt.texts[i]))
+    return [own, *islice(plain, WORDS - 1)]
 
 
 def save_random(
@@ -105,7 +96,7 @@ def save_random(
     dtype: str = "float32",
     spread: float = 0.0,
     **tail: Any,
-) -> Qwen2ForCausalLM:
+) -> None:
     """Writes a random base into `folder/base`, and an untrained policy on it into `folder/policy`.
 
     The head's weights have the standard deviation `spread`; zeros hide the states. `tail` is for
@@ -118,7 +109,6 @@ def save_random(
     model = untrained(base, tokenizer, base_model_name_or_path=str(place), **tail)
     torch.nn.init.normal_(model.policy.head.weight, std=spread)
     model.save_pretrained(folder / "policy")
-    return base
 
 
 def reasoner_prompts(reasoner: Reasoner, count: int, seed: int) -> dict[str, list[int]]:
@@ -156,9 +146,7 @@ def random_traces(
 
 
 @contextmanager
-def served(
-    policy: Path, asked: str, environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[str]:
+def served(policy: Path, asked: str, **environment: str) -> Iterator[str]:
     """The address of `ospruner serve` on a policy, under the name "policy", with more options."""
     sys.path.append(str(HERE))
     from tests.server_process import running_server

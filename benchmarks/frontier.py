@@ -43,8 +43,6 @@ from ospruner.workers import Job, Workers
 ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
-
-
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 
 
@@ -101,16 +99,10 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     if not seeds:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     names = [name for name in (*METHOD_NAMES, *ANNEALED_RUNS) if (seeds[0] / name).is_dir()]
-    found = compare(
-        run / "labels" / "test",
-        [*(seed / name for name in names for seed in seeds), "rules"],
-        base=str(REASONER),
-        states=run / "states",
-        choose_on=run / "labels" / "validation",
-        train=run / "labels" / "train",
-        rewards_at=prices,
-        prices=(),
-    )
+    methods, labels = [*(seed / name for name in names for seed in seeds), "rules"], run / "labels"
+    more: dict[str, Any] = {"base": str(REASONER), "states": run / "states", "prices": ()}
+    more |= {"choose_on": labels / "validation", "train": labels / "train", "rewards_at": prices}
+    found = compare(labels / "test", methods, **more)
     about: dict[str, Any] = {"seeds": len(seeds), "test_traces": len(found)}
     about |= {"left_out": found.results.about["left_out"], "seed_spread": spreads(found.rules)}
     return Results(

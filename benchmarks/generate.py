@@ -35,6 +35,9 @@ GAP = 40  # tokens from a paragraph's end to the next
 PROMPT_TOKENS, TRACE_TOKENS, ANSWER_TOKENS = 128, 96, 8
 TUNINGS = {"layers": "", "queries": "queries_"}
 """What stands before the names of each tuning's numbers."""
+SAMPLED = {"max_new_tokens": TRACE_TOKENS, "do_sample": True}
+SAMPLED |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+Pause = Callable[[], None]
 LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused
 
 
@@ -48,29 +51,27 @@ class Stepwise:
         call: is given `pause`, which ends a step and returns when the next one begins.
     """
 
-    def __init__(self, seed: int, call: Callable[[Callable[[], None]], Any]) -> None:
+    def __init__(self, seed: int, call: Callable[[Pause], Any]) -> None:
         self._seeds = itertools.count(1_000 * seed)
         self._go: SimpleQueue[None] = SimpleQueue()
         self._paused: SimpleQueue[bool] = SimpleQueue()
         self._running = ThreadPoolExecutor(1).submit(self._run, call)
+        self._paused.get()  # before its first step
 
     def step(self) -> bool:
         """Goes on to the next pause; whether there is one."""
         self._go.put(None)
         return self._paused.get()
 
-    def _run(self, call: Callable[[Callable[[], None]], Any]) -> Any:
+    def _run(self, call: Callable[[Pause], Any]) -> Any:
         try:
-            self._begin()
+            self._pause()
             return call(self._pause)
         finally:
             self._paused.put(False)
 
     def _pause(self) -> None:
         self._paused.put(True)
-        self._begin()
-
-    def _begin(self) -> None:
         self._go.get()
         torch.manual_seed(next(self._seeds))
 
@@ -97,9 +98,7 @@ class Bench:
         self.fmt = self.models["queries"].token_format
         self.words = torch.tensor(words_of(self.fmt), device=self.base.device)
 
-    def _write(
-        self, generate: Callable[..., Any], batch: int, pause: Callable[[], None]
-    ) -> torch.Tensor:
+    def _write(self, generate: Callable[..., Any], batch: int, pause: Pause) -> torch.Tensor:
         """Prompts and traces, (B, P + T) tokens; prompts and paragraphs are those of all arms."""
         draw = random.Random(f"{self.seed} {batch}")
         ids = [draw.choices(self.words.tolist(), k=PROMPT_TOKENS) for _ in range(batch)]
@@ -117,16 +116,9 @@ class Bench:
             shaped[ends, self.words[0]] = 0.0
             return shaped
 
-        written: torch.Tensor = generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            logits_processor=LogitsProcessorList([paragraphs]),
-            max_new_tokens=TRACE_TOKENS,
-            do_sample=True,
-            temperature=0.6,
-            top_p=0.95,
-            top_k=0,
-        )
+        inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+        shaped_by = LogitsProcessorList([paragraphs])
+        written: torch.Tensor = generate(**inputs, **SAMPLED, logits_processor=shaped_by)
         return written
 
     def ratios(self, batch: int, kind: str, tuning: str, runs: int) -> list[Ratio]:
@@ -138,17 +130,14 @@ class Bench:
         half = {"min_thinking_tokens": TRACE_TOKENS // 2, "max_answer_tokens": ANSWER_TOKENS}
         told = NEVER if kind == "never" else {"mode": "threshold", "threshold": 0.0, **half}
         pruned = partial(self.models[tuning].generate, stop_policy=told)
-        calls = {"plain": self.alone.generate, "pruned": pruned}
-        times: dict[str, list[list[Timed]]] = {name: [] for name in calls}
+        writers = [partial(self._write, one, batch) for one in (self.alone.generate, pruned)]
+        times: dict[str, list[list[Timed]]] = {"plain": [], "pruned": []}
         for run in range(runs):
-            arms = {
-                name: Stepwise(self.seed, partial(self._write, call, batch))
-                for name, call in calls.items()
-            }
-            taken = timing.in_turn({name: arm.step for name, arm in arms.items()}, run)
-            for name, steps in taken.items():
+            arms = [Stepwise(self.seed, write) for write in writers]
+            steppers = {name: arm.step for name, arm in zip(times, arms, strict=True)}
+            for name, steps in timing.in_turn(steppers, run).items():
                 times[name].append(steps[1:])  # without the prompt's
-            if wrong := self._unlike(kind, tuning, *(arm.result for arm in arms.values())):
+            if wrong := self._unlike(kind, tuning, *(arm.result for arm in arms)):
                 raise RuntimeError(f"{tuning}, batch {batch}: {wrong}")
         first, second = times.values()
         return timing.clock_ratios(*((second, first) if kind == "never" else (first, second)))

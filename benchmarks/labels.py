@@ -33,20 +33,15 @@ def forked(
 ) -> tuple[list[list[int]], Timed]:
     """The forced answers' tokens, one answer after the other, and how long they took."""
     fmt, engine.counts = reasoner.token_format, TokenCount()
-    suffix = fmt.forced_suffix()
-    forks, taken = timing.timed(
-        lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state)
-    )
+    how = (fmt.forced_suffix(), MAX_ANSWER_TOKENS, fmt.box_state)
+    forks, taken = timing.timed(lambda: engine.fork(requests, *how))
     return [answer.ids for one in forks for answer in one], taken
 
 
 def anew(requests: Sequence[ForkRequest]) -> list[ForkRequest]:
     """The naive arm: every prefix is a text of its own, which shares nothing with others."""
-    return [
-        ForkRequest([*one.prompt_ids, *one.trace_ids[:cut]], [], [0])
-        for one in requests
-        for cut in one.cuts
-    ]
+    cuts = ((one, cut) for one in requests for cut in one.cuts)
+    return [ForkRequest([*one.prompt_ids, *one.trace_ids[:cut]], [], [0]) for one, cut in cuts]
 
 
 def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> list[ForkRequest]:

@@ -193,22 +193,15 @@ class RealModel:
         self.numbers(f"grid/{name}").write_text(json.dumps(areas, indent=1), "utf-8")
         return places[max(areas, key=areas.__getitem__)]
 
-    def compare_one(
-        self, out: str, test: str, policies: Sequence[Path], rules: Sequence[str] = ()
-    ) -> None:
+    def compare_one(self, out: str, test: str, policies: Sequence[Path], rules: Any = ()) -> None:
         """Compares policies and rules on a set of test problems, chosen on validation."""
         labels, base = self.labels, self.args.base
         beside = ", ".join(str(labels / f"{test}-{prompt}") for prompt in self.args.beside)
-        self.run(
-            out,
-            *("ospruner", "compare", labels / test, *policies, *rules, "--prices", "all"),
-            *("--choose-on", labels / "validation", "--base", base, "--states", self.states),
-            *("--out", str(self.out / out), "--json", self.numbers(out)),
-            rewards_at=GAPS,
-            beside=f"[{beside}]" if beside else None,
-            train=labels / "train",
-            benchmark=test,
-        )
+        asked: tuple[object, ...] = ("compare", labels / test, *policies, *rules, "--prices", "all")
+        asked += ("--choose-on", labels / "validation", "--base", base, "--states", self.states)
+        asked += ("--out", str(self.out / out), "--json", self.numbers(out))
+        fields = {"rewards_at": GAPS, "beside": f"[{beside}]" if beside else None}
+        self.run(out, "ospruner", *asked, **fields, train=labels / "train", benchmark=test)
 
     def compare(self, policies: Sequence[Path]) -> None:
         """Whole methods, and rules at fixed thresholds, on the test problems."""
@@ -240,25 +233,14 @@ class RealModel:
         """Seconds in vLLM and in transformers."""
         args, labels = self.args, self.labels / "gsm8k"
         policy, seed = self.out / f"policies/price-{args.seed}", ("--seed", args.seed)
-        self.run(
-            "served gsm8k",
-            *("serve.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
-            *("--dtype", args.dtype, "--requests", 64, "--rounds", 1),
-            *("--json", self.numbers("served")),
-        )
-        self.run(
-            "load gsm8k",
-            *("serve_http.py", "--policy", policy, "--labels", labels, "--price", 1e-3),
-            *("--dtype", args.dtype, "--streams", 1, 8, 64, *seed),
-            *("--json", self.numbers("load")),
-        )
-        self.run(
-            "online gsm8k",
-            *("ospruner", "compare", labels, policy, "--online", "--base", args.base),
-            *("--limit", 16, "--samples", 1, *seed, "--out", str(self.out / "online")),
-            *("--json", self.numbers("online")),
-            batch_problems=8,
-        )
+        same = ("--policy", policy, "--labels", labels, "--price", 1e-3, "--dtype", args.dtype)
+        few, many = ("--requests", 64, "--rounds", 1), ("--streams", 1, 8, 64)
+        self.run("served gsm8k", "serve.py", *same, *few, "--json", self.numbers("served"))
+        self.run("load gsm8k", "serve_http.py", *same, *many, *seed, "--json", self.numbers("load"))
+        asked = ("compare", labels, policy, "--online", "--base", args.base, "--limit", 16)
+        out = ("--out", str(self.out / "online"), "--json", self.numbers("online"))
+        more = (*asked, "--samples", 1, *seed, *out)
+        self.run("online gsm8k", "ospruner", *more, batch_problems=8)
 
     def collect(self) -> dict[str, Any]:
         """Everything that was measured, as one JSON object."""
@@ -323,11 +305,8 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
-    sets: dict[str, Any] = {
-        "nargs": 4,
-        "type": int,
-        "metavar": ("TRAIN", "VALIDATION", "GSM8K", "MATH"),
-    }
+    sets: dict[str, Any] = {"nargs": 4, "type": int}
+    sets["metavar"] = ("TRAIN", "VALIDATION", "GSM8K", "MATH")
     parser.add_argument("--problems", **sets, default=[800, 200, 300, 60], help="of each set")
     parser.add_argument("--seeds", type=int, default=1, help="of training, for our policy")
     parser.add_argument("--studies", nargs="+", choices=("paper", "grid"), default=[])

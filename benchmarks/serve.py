@@ -49,6 +49,7 @@ from ospruner.train.labels.labelling import problem_of
 from ospruner.train.labels.loading import load_labels
 from ospruner.train.untrained import untrained
 
+Found = dict[str, Any]
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when an engine starts
 vllm_on_a_cpu()
 
@@ -76,15 +77,17 @@ class Case:
     asked: list[str] | None = None
 
 
-def add_policy(parser: ArgumentParser) -> None:
-    """The options of `policy_case`."""
+def add_case(parser: ArgumentParser, shape: str) -> None:
+    """The options of the cases."""
+    parser.add_argument("--shape", default=shape, help="the random base's: tiny, 7b, or a width")
+    parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
     parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
     parser.add_argument("--dtype", default="float32", help="of the bases")
 
 
-def budget(tokens: int) -> dict[str, Any]:
+def budget(tokens: int) -> Found:
     """Settings that stop each request after so many thinking tokens."""
     own = {"max_thinking_tokens": tokens, "max_answer_tokens": 8, "stop_answer": "forced"}
     return {**NEVER, **own}
@@ -174,9 +177,7 @@ class Arms:
         return list(times.values())
 
 
-def measure(
-    case: Case, rounds: int, streams: int, dtype: str = "float32", key: str = ""
-) -> dict[str, Any]:
+def measure(case: Case, rounds: int, streams: int, dtype: str = "float32", key: str = "") -> Found:
     """Times both arms of a case against plain vLLM; `key` is added to the names of the numbers.
 
     Returns:
@@ -265,13 +266,11 @@ def main() -> None:
     sizes = {"rounds": (2, 1, "timed runs of each arm")}
     sizes |= {"tokens": (192, 96, "a request, of the random base")}
     parser = timing.options(__doc__, quick, before=True, sizes=sizes)
-    parser.add_argument("--shape", default="512", help="the random base's: tiny, 7b, or a width")
+    add_case(parser, "512")
     parser.add_argument("--streams", type=int, default=STREAMS, help="at a time")
     # More than the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass (default: twice the streams)")
-    parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--layers", type=int, default=2, help="that the policy copies")
-    add_policy(parser)
     parser.add_argument("--host-time", action="store_true", help="the plug-in's own, no engine")
     args = timing.parse(parser)
     if args.host_time:

@@ -19,7 +19,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,6 @@ from ospruner.formats import guess
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
 
 
-def serving(case: serve.Case, dtype: str) -> AbstractContextManager[str]:
-    """The address of a server of a case's policy."""
-    # Prefix caching off: the second pass would find the first one's prompts computed.
-    longest = 512 + case.max_tokens
-    asked = f"--opt-in --dtype {dtype} --max-model-len {longest} --no-enable-prefix-caching"
-    # The server has an engine process; `serve` turned that off for engines of its own.
-    return served(case.policy, asked, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-
-
 def send(
     url: str, case: serve.Case, body: Mapping[str, Any], requests: int, streams: int, seed: int
 ) -> dict[str, Any]:
@@ -65,11 +55,9 @@ def send(
     chats = itertools.islice(itertools.cycle(case.asked or toys), requests)
     asked = f"--backend openai-chat --endpoint /v1/chat/completions --base-url {url} --seed {seed}"
     asked += f" --model {case.policy} --served-model-name policy --skip-chat-template"
-    asked += f" --dataset-name custom --num-prompts {requests}"
+    asked += f" --dataset-name custom --num-prompts {requests} --save-detailed"
     asked += f" --custom-output-len {case.max_tokens} --max-concurrency {streams} --disable-tqdm"
-    asked += (
-        f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99 --save-detailed"
-    )
+    asked += f" --percentile-metrics {','.join(MEASURES)} --metric-percentiles 50,99"
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as problems:
@@ -93,7 +81,11 @@ def measure(case: serve.Case, args: Any) -> dict[str, Any]:
     arms = {"off": {"stop_policy": False}, "never": VLLM_NEVER, "on": case.early}
     bodies = {arm: {**case.sampling, "vllm_xargs": ours} for arm, ours in arms.items()}
     told: dict[str, Any] = {}
-    with serving(case, args.dtype) as url:
+    # Prefix caching off: the second pass would find the first one's prompts computed.
+    asked = f"--dtype {args.dtype} --max-model-len {512 + case.max_tokens}"
+    asked += " --opt-in --no-enable-prefix-caching"
+    # The server has an engine process; `serve` turned that off for engines of its own.
+    with served(case.policy, asked, VLLM_ENABLE_V1_MULTIPROCESSING="1") as url:
         for streams in args.streams:
             requests, how = args.requests or 3 * streams, (streams, args.seed)
             for body in bodies.values():
@@ -112,9 +104,7 @@ def main() -> None:
     quick = "the random base alone, shorter; its numbers are rough"
     parser = timing.options(__doc__, quick, sizes=sizes)
     parser.add_argument("--streams", type=int, nargs="+", default=[serve.STREAMS], help="at a time")
-    parser.add_argument("--shape", default="256", help="the random base's: tiny, 7b, or a width")
-    serve.add_policy(parser)
-    parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
+    serve.add_case(parser, "256")
     parser.add_argument("--requests", type=int, help="of each pass (default: 3 times the streams)")
     args = timing.parse(parser)
     with tempfile.TemporaryDirectory() as name:

@@ -13,7 +13,7 @@ its difference from the copies' is paired, and its interval resamples problems a
 run goes on.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,7 @@ class Study:
         progress: is told of phases.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, forms: Forms, out: Path, progress: Progress
-    ) -> None:
+    def __init__(self, args: Namespace, forms: Forms, out: Path, progress: Progress) -> None:
         self.args, self.labels, self.out, self.forms = args, args.run / "labels", out, forms
         self.progress, self.states = progress, args.run / "states"
         self.seeds = range(args.seed, args.seed + args.seeds)
@@ -120,15 +118,10 @@ class Study:
             earned[form] = np.array([self.rewards(one, test) for one in folders])  # (S, N)
             ahead = earned[form] - earned[COPIES]
             low, high = interval(ahead, problems)
-            found[form] = {
-                "rate": rate,
-                "stored_bytes": (folders[0] / "model.safetensors").stat().st_size,
-                "reward": float(earned[form].mean()),
-                "ahead": float(ahead.mean()),
-                "ahead_low": low,
-                "ahead_high": high,
-                "each_seed": earned[form].mean(1).tolist(),
-            }
+            size = (folders[0] / "model.safetensors").stat().st_size
+            row = {"rate": rate, "stored_bytes": size, "reward": float(earned[form].mean())}
+            row |= {"ahead": float(ahead.mean()), "ahead_low": low, "ahead_high": high}
+            found[form] = row | {"each_seed": earned[form].mean(1).tolist()}
         return found
 
 
@@ -139,7 +132,7 @@ def interval(ahead: FloatArray, problems: IntArray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def options(doc: str | None) -> argparse.ArgumentParser:
+def options(doc: str | None) -> ArgumentParser:
     """Where the labels are, and how many seeds are trained."""
     parser = timing.options(doc)
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="folder of the labels")

@@ -22,6 +22,7 @@ import transformers
 from ospruner.provenance import git_state
 
 T = TypeVar("T")
+Sizes = Mapping[str, tuple[int, int, str]]
 HERE = Path(__file__).resolve().parents[1]
 PROCESSES = 0.01
 """By how much (standard deviation) the ratio of two arms differs from process to process.
@@ -31,10 +32,7 @@ Five reads of `generate.py --quick` on a busy machine, CPU time: .004 at batch 1
 
 
 def options(
-    doc: str | None,
-    quick: str = "",
-    before: bool = False,
-    sizes: Mapping[str, tuple[int, int, str]] = MappingProxyType({}),
+    doc: str | None, quick: str = "", before: bool = False, sizes: Sizes = MappingProxyType({})
 ) -> argparse.ArgumentParser:
     """A parser with the options that benchmarks share.
 
@@ -55,10 +53,8 @@ def options(
     parser.add_argument("--seed", type=int, default=0)
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
-    for name, (default, few, said) in sizes.items():
-        parser.add_argument(
-            f"--{name}", type=int, help=f"{said} (default: {default}, quick: {few})"
-        )
+    for name, (usual, few, said) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{said} (default: {usual}, quick: {few})")
     return parser
 
 
@@ -88,10 +84,9 @@ def compare_checkouts(args: argparse.Namespace, passed: Sequence[str]) -> None:
             python, checkout = sides[side]
             command = [python, str(checkout / "benchmarks" / Path(sys.argv[0]).name), *passed]
             print(f"{side}, turn {turn + 1} of {args.turns}", file=sys.stderr, flush=True)
-            told: dict[str, Any] = {"cwd": checkout, "stdout": subprocess.PIPE, "text": True}
-            told["env"] = {**os.environ, "PYTHONPATH": str(checkout)}
-            done = subprocess.run(command, **told, check=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+            env = {**os.environ, "PYTHONPATH": str(checkout)}
+            told = subprocess.check_output(command, cwd=checkout, env=env, text=True)
+            found[side].append(json.loads(told.splitlines()[-1]))
     # A column a number, such as "arms.packed.seconds"; the ends of intervals are lists.
     before, after = (pd.json_normalize(runs).select_dtypes("float") for runs in found.values())
     ratios = after / before

@@ -41,7 +41,6 @@ from ospruner.train.tail import step_outputs
 from ospruner.train.traces import Batch, LabelledTraces
 from ospruner.train.trainer import optimizer_of
 
-Ends = tuple[float, float]
 PENALTY = 1e-4
 RATIOS = {
     "trainer_over_naive": ("naive", "trainer"),
@@ -55,12 +54,9 @@ RATIOS = {
 class Target:
     """A policy with its optimiser; of every price in the range `prices`, if one is given."""
 
-    def __init__(
-        self, base: Any, seed: int, tuning: Any = "layers", prices: Ends | None = None
-    ) -> None:
-        head: Any = "price" if prices else "fixed"
-        ends = list(prices or (PENALTY,))
-        own: dict[str, Any] = {"head": head, "prices": ends, "tuning": tuning, "seed": seed}
+    def __init__(self, base: Any, seed: int, tuning: Any = "layers", prices: Any = None) -> None:
+        own: dict[str, Any] = {"head": "price" if prices else "fixed", "tuning": tuning}
+        own |= {"prices": list(prices or (PENALTY,)), "seed": seed}
         config, reasoner = StopConfig("run", learning_rate=1e-12, **own), Reasoner()
         labels = reasoner.label_settings(seed)
         self.model: Any = new_policy(base, reasoner.tokenizer, config, labels)
@@ -118,10 +114,8 @@ def measure(args: Namespace) -> dict[str, Any]:
     target, queries = Target(base, args.seed), Target(base, args.seed, "queries")
     priced = Target(base, args.seed, prices=(1e-6, 1e-3))
     queries.model.policy.head.load_state_dict(target.model.policy.head.state_dict())
-    states_bytes = {
-        "kept": kept.cache_states(target.model, 2**40),
-        "queries": keys.cache_states(queries.model, 2**40),
-    }
+    states_bytes = {"kept": kept.cache_states(target.model, 2**40)}
+    states_bytes["queries"] = keys.cache_states(queries.model, 2**40)
     calls: dict[str, Callable[[], float]] = {
         "naive": partial(target.naive, traces),
         "trainer": partial(target.trainer, traces),
