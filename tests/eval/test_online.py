@@ -100,7 +100,7 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
     evaluate(tmp_path, other, seed=1)  # a run of its own, as long as none is saved
     assert len(other.runs) == 6
     evaluation.save(tmp_path)
-    with pytest.raises(ValueError, match="other settings .*'seed': 0.* there.*'seed': 1"):
+    with pytest.raises(ValueError, match="other settings .*'seed': 1.* here.*'seed': 0"):
         evaluate(tmp_path, Counting(), seed=1)
     kept.write_text(kept.read_text().replace('"tokens": ', '"tokens": 1'))
     with pytest.raises(ValueError, match="is damaged, .*: delete it, and its batch is generated"):

@@ -49,7 +49,8 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ([], "has format None and version None, this version of ospruner reads 'ospruner-results'"),
+        ([], "holds a list; it must be an object"),
+        ({}, "has format None and version None, this version of ospruner reads 'ospruner-results'"),
         (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
         ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
