@@ -99,7 +99,8 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     if not seeds:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     names = [name for name in (*METHOD_NAMES, *ANNEALED_RUNS) if (seeds[0] / name).is_dir()]
-    methods, labels = [*(seed / name for name in names for seed in seeds), "rules"], run / "labels"
+    methods: list[Any] = [*(seed / name for name in names for seed in seeds), "rules"]
+    labels = run / "labels"
     more: dict[str, Any] = {"base": str(REASONER), "states": run / "states", "prices": ()}
     more |= {"choose_on": labels / "validation", "train": labels / "train", "rewards_at": prices}
     found = compare(labels / "test", methods, **more)

@@ -35,7 +35,7 @@ GAP = 40  # tokens from a paragraph's end to the next
 PROMPT_TOKENS, TRACE_TOKENS, ANSWER_TOKENS = 128, 96, 8
 TUNINGS = {"layers": "", "queries": "queries_"}
 """What stands before the names of each tuning's numbers."""
-SAMPLED = {"max_new_tokens": TRACE_TOKENS, "do_sample": True}
+SAMPLED: dict[str, Any] = {"max_new_tokens": TRACE_TOKENS, "do_sample": True}
 SAMPLED |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
 Pause = Callable[[], None]
 LOW = -1e9  # not -inf, which forbids what a stop policy has to force, and is refused

@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -19,7 +20,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.methods import price_grid
 from ospruner.eval.metrics import AES_ABSOLUTE, CHOSEN_BY
 from ospruner.eval.replay import Outcome, replay, replay_full
-from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.table import TraceTable
 from ospruner.provenance import read_provenance
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import warning_about
@@ -33,7 +34,7 @@ def reward(outcome: Outcome, price: float) -> float:
     return outcome.accuracy - price * outcome.mean_tokens
 
 
-def probabilities(model: OSPrunerForCausalLM, dataset: Dataset) -> FloatArray:
+def probabilities(model: OSPrunerForCausalLM, dataset: Dataset) -> npt.NDArray[np.float32]:
     """(N, T) what a policy says at each step."""
     return predict_outputs(model, LabelledTraces.from_dataset(dataset)).probabilities()
 
