@@ -26,7 +26,7 @@ import pandas as pd
 import serve  # sets vLLM up for CPUs, too
 import timing
 from bases import VLLM_NEVER, served
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -82,7 +82,8 @@ def measure(case: serve.Case, args: Any) -> dict[str, Any]:
     bodies = {arm: {**case.sampling, "vllm_xargs": ours} for arm, ours in arms.items()}
     told: dict[str, Any] = {}
     # Prefix caching off: the second pass would find the first one's prompts computed.
-    asked = f"--dtype {args.dtype} --max-model-len {512 + case.max_tokens}"
+    most = AutoConfig.from_pretrained(case.base).max_position_embeddings
+    asked = f"--dtype {args.dtype} --max-model-len {min(most, 512 + case.max_tokens)}"
     asked += " --opt-in --no-enable-prefix-caching"
     # The server has an engine process; `serve` turned that off for engines of its own.
     with served(case.policy, asked, VLLM_ENABLE_V1_MULTIPROCESSING="1") as url:
