@@ -53,30 +53,18 @@ _SHARES = {"train": 0.5, "validation": 0.5}
 
 @dataclass(frozen=True)
 class Round:
-    """What a round came to.
+    """What a round came to."""
 
-    Attributes:
-        problems: labelled so far.
-        trained_on: traces that the policy was trained on.
-        tested_on: problems that it was calibrated on.
-        hours: spent so far.
-        saved: share of the thinking tokens, at the promise; 0 where none is kept.
-        frontier: share saved at the boldest setting whose measured loss is small enough, which is
-            no promise.
-        expected: what a round of twice as many problems is expected to save at the promise.
-        cost: hours that such a round is expected to take.
-        promise: what the calibration found, in words; "" where the round was too small for one.
-    """
-
-    problems: int
-    trained_on: int
-    tested_on: int
-    hours: float
-    saved: float
+    problems: int  # labelled so far
+    trained_on: int  # traces that the policy was trained on
+    tested_on: int  # problems that it was calibrated on
+    hours: float  # spent so far
+    saved: float  # share of the thinking tokens, at the promise; 0 where none is kept
+    # Share saved at the boldest setting whose measured loss is small enough, which is no promise
     frontier: float
-    expected: float
-    cost: float
-    promise: str
+    expected: float  # what a round of twice as many problems is expected to save at the promise
+    cost: float  # hours that such a round is expected to take
+    promise: str  # what the calibration found, in words; "" where the round was too small for one
 
     def told(self, max_loss: float) -> str:
         """The round in a line."""

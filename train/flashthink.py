@@ -46,19 +46,12 @@ _THINKING = "<<thinking>>"
 
 @dataclass
 class Verifier:
-    """A verifier with its tuned copy of the last layers and head: what the training loop trains.
+    """A verifier with its tuned copy of the last layers and head: what the training loop trains."""
 
-    Attributes:
-        base: the frozen verifier model.
-        policy: what is tuned; its logits say whether the thinking suffices.
-        config: names the verifier as the base.
-        traces_of: name and revision of the model whose traces it judges.
-    """
-
-    base: PreTrainedModel
-    policy: StoppingPolicy
-    config: OSPrunerConfig
-    traces_of: tuple[str, str | None]
+    base: PreTrainedModel  # the frozen verifier model
+    policy: StoppingPolicy  # what is tuned; its logits say whether the thinking suffices
+    config: OSPrunerConfig  # names the verifier as the base
+    traces_of: tuple[str, str | None]  # name and revision of the model whose traces it judges
 
     @classmethod
     def load(cls, folder: str | Path, labelled: LabelSettings, device: torch.device) -> Verifier:

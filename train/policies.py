@@ -40,27 +40,16 @@ _SHOWN_EVERY = 5  # of a frontier's prices, among the results
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy, and what it does on the validation traces.
+    """A policy, and what it does on the validation traces."""
 
-    Attributes:
-        path: its folder.
-        method: of `OSPrunerConfig`.
-        price: of a token; 0 for the baselines; of a policy of every price its default.
-        accuracy: on validation, in mode "sample" for OS-Pruner, at the default threshold else.
-        tokens: mean thinking tokens there.
-        full_accuracy: of the full traces.
-        full_tokens: of the full traces.
-        warning: what `warning_about` says of it; "" for nothing.
-    """
-
-    path: Path
-    method: str
-    price: float
-    accuracy: float
-    tokens: float
-    full_accuracy: float
-    full_tokens: float
-    warning: str
+    path: Path  # its folder
+    method: str  # of `OSPrunerConfig`
+    price: float  # of a token; 0 for the baselines; of a policy of every price its default
+    accuracy: float  # on validation, in mode "sample" for OS-Pruner, at the default threshold else
+    tokens: float  # mean thinking tokens there
+    full_accuracy: float  # of the full traces
+    full_tokens: float  # of the full traces
+    warning: str  # what `warning_about` says of it; "" for nothing
 
 
 def new_policy(

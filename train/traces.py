@@ -98,23 +98,14 @@ def length_batches(token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS) -
 
 @dataclass(frozen=True)
 class Batch:
-    """Labels of B traces of up to T steps, padded at the right.
+    """Labels of B traces of up to T steps, padded at the right."""
 
-    Attributes:
-        rows: (B,) numbers of the traces.
-        positions: (B, T) index of each step's last token in its row; 0 on padding.
-        lengths: (B, T) L_i, thinking tokens through each step.
-        correct: (B, T) A_i.
-        matches_final: (B, T) 1 where the forced answer equals the one forced at T.
-        mask: (B, T) true on real steps.
-    """
-
-    rows: IntArray
-    positions: Tensor
-    lengths: Tensor
-    correct: Tensor
-    matches_final: Tensor
-    mask: Tensor
+    rows: IntArray  # (B,) numbers of the traces
+    positions: Tensor  # (B, T) index of each step's last token in its row; 0 on padding
+    lengths: Tensor  # (B, T) L_i, thinking tokens through each step
+    correct: Tensor  # (B, T) A_i
+    matches_final: Tensor  # (B, T) 1 where the forced answer equals the one forced at T
+    mask: Tensor  # (B, T) true on real steps
 
 
 class LabelledTraces:
@@ -128,9 +119,6 @@ class LabelledTraces:
         tokens: of each trace the ids of prompt and trace, (S,).
         positions: (N, T) index of each step's last token among them; 0 on padding.
         states: folder in which states are kept; None for in memory.
-
-    Attributes:
-        token_lengths: (N,) tokens of prompt and trace.
     """
 
     def __init__(
@@ -141,6 +129,7 @@ class LabelledTraces:
         states: str | Path | None = None,
     ) -> None:
         self.table, self.tokens, self.positions = table, tokens, positions
+        # (N,) of prompt and trace
         self.token_lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         self.folder = None if states is None else Path(states)
         self._kept: dict[str, dict[str, Tensor]] | StateFiles = {}

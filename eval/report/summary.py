@@ -10,7 +10,17 @@ from ..evaluation import of_probabilities
 from ..results import Results, best_rows, find_results, main_rows, price_name, prices_of
 from .paper import with_published
 from .pictures import draw_dynamics, draw_pareto
-from .tables import BENCHMARK, INTERVALS, MAIN, MODEL, Column, Table, best_aes_table, grid_frame
+from .tables import (
+    BENCHMARK,
+    INTERVALS,
+    MAIN,
+    MODEL,
+    Column,
+    Table,
+    best_aes_table,
+    full_table,
+    grid_frame,
+)
 
 COSTS = (
     Column("wrong to\nright %", "helped", 100, 1),
@@ -174,6 +184,7 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> list[P
     for answer, frame in everything.groupby("answer"):
         tables.append(best_aes_table(frame))
         for model, of_model in frame.groupby(MODEL, sort=False):
+            tables.append(full_table(frame, str(model)))
             panels = {str(name): one for name, one in of_model.groupby(BENCHMARK, sort=False)}
             name = f"pareto-{model}-{answer}".replace("/", "-")
             figures[name] = draw_pareto(panels, f"{model}, {answer} answers"), PARETO

@@ -8,7 +8,7 @@ paper's tables are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -193,12 +193,39 @@ def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
     return pd.concat(found.values(), ignore_index=True)
 
 
+def _grid(
+    frame: pd.DataFrame, rows: Sequence[str], columns: Sequence[Column], caption: str, **more: Any
+) -> Table:
+    """A table of a `grid_frame`: a group of columns for each benchmark and, of several, their mean.
+
+    They are independent, so that half-widths add in squares; a row that a benchmark lacks has no
+    mean. Compute stands there where it was counted.
+    """
+    if not frame["flops_ratio"].isna().all():
+        columns = [*columns, COMPUTE]
+        caption += "Comp: all that was computed, in % of the full trace's operations. "
+    names = [one.name + end for one in columns for end in ENDS]
+    index = pd.MultiIndex.from_frame(frame[list(rows)].drop_duplicates())
+    blocks = {
+        str(name): of_one.set_index(list(rows))[names].reindex(index).astype(float)
+        for name, of_one in frame.groupby(BENCHMARK, sort=False)
+    }
+    if len(blocks) > 1:
+        caption += f"{AVERAGE} is the mean over benchmarks. "
+        values = np.stack([block.to_numpy() for block in blocks.values()])
+        values = values.reshape(len(blocks), len(index), len(columns), len(ENDS))
+        mean = values[..., :1].mean(axis=0)  # (rows, columns, 1)
+        half = np.linalg.norm(values[..., 1:] - values[..., :1], axis=0) / len(blocks)
+        ends = np.concatenate([mean, mean + half * [-1, 1]], axis=-1)
+        blocks[AVERAGE] = pd.DataFrame(ends.reshape(len(index), -1), index, names)
+    caption += "95 % intervals by problem."
+    return Table(pd.concat(blocks, axis=1), tuple(columns), caption, **more)
+
+
 def best_aes_table(frame: pd.DataFrame) -> Table:
     """Table 1: each method at the setting that validation chose, else at its best AES.
 
-    Of a `grid_frame` whose answers are of one kind, for the two are never mixed: a group of columns
-    for each benchmark and, of several, their mean. They are independent, so that half-widths add in
-    squares; a row that a benchmark lacks has no mean. Compute stands there where it was counted.
+    Of a `grid_frame` whose answers are of one kind, for the two are never mixed.
     """
     frame = frame[frame["kind"] == "rule"]
     (answer,) = frame["answer"].unique()
@@ -212,29 +239,21 @@ def best_aes_table(frame: pd.DataFrame) -> Table:
     frame = best_rows(frame, (MODEL, BENCHMARK, "method")).sort_index()
     caption = f"Each method at its best AES, chosen {how}; {answer} answers. AES "
     caption += f"{' and '.join(frame['aes_label'].unique())}. "
-    columns = [ACCURACY, LENGTH, AES]
-    if not frame["flops_ratio"].isna().all():
-        columns.append(COMPUTE)
-    names = [one.name + end for one in columns for end in ENDS]
-    index = pd.MultiIndex.from_frame(frame[[MODEL, "method"]].drop_duplicates())
-    blocks = {
-        str(name): of_one.set_index([MODEL, "method"])[names].reindex(index).astype(float)
-        for name, of_one in frame.groupby(BENCHMARK, sort=False)
-    }
-    if len(blocks) > 1:
-        caption += f"{AVERAGE} is the mean over benchmarks. "
-        values = np.stack([block.to_numpy() for block in blocks.values()])
-        values = values.reshape(len(blocks), len(index), len(columns), len(ENDS))
-        mean = values[..., :1].mean(axis=0)  # (rows, columns, 1)
-        half = np.linalg.norm(values[..., 1:] - values[..., :1], axis=0) / len(blocks)
-        ends = np.concatenate([mean, mean + half * [-1, 1]], axis=-1)
-        blocks[AVERAGE] = pd.DataFrame(ends.reshape(len(index), -1), index, names)
-    if COMPUTE in columns:
-        caption += "Comp: all that was computed, in % of the full trace's operations. "
-    return Table(
-        pd.concat(blocks, axis=1),
-        tuple(columns),
-        caption=f"{caption}95 % intervals by problem.",
-        corner="Model / Method",
-        name=f"best-aes-{answer}",
-    )
+    named = {"corner": "Model / Method", "name": f"best-aes-{answer}"}
+    return _grid(frame, (MODEL, "method"), [ACCURACY, LENGTH, AES], caption, **named)
+
+
+def full_table(frame: pd.DataFrame, model: str) -> Table:
+    """The appendix' table of one model and kind of answers: every rule at every parameter."""
+    frame = frame[(frame["kind"] == "rule") & (frame[MODEL] == model)]
+    (answer,) = frame["answer"].unique()
+    columns = [ACCURACY, LENGTH, Column("Red. %", "reduction", 100, 1)]
+    if answer == "free":  # lengths are of thinking and answer together
+        columns = [ACCURACY, Column("CoT", "tokens"), Column("Ans", "answer_tokens")]
+        columns.append(Column("CoT + Ans", "generated_tokens"))
+        columns.append(Column("Red. %", "total_reduction", 100, 1))
+    # Thresholds that lie close together read alike.
+    rows, frame = ("method", "setting", "parameter"), frame.fillna({"parameter": -1.0})
+    named = {"corner": "Method / Param", "name": f"full-{model}-{answer}".replace("/", "-")}
+    table = _grid(frame, rows, columns, f"Full results for {model}, {answer} answers. ", **named)
+    return replace(table, numbers=table.numbers.droplevel("parameter"))

@@ -35,18 +35,13 @@ def arg(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Fields:
-    """The dataclass of a command's settings.
+    """The dataclass of a command's settings."""
 
-    Attributes:
-        where: Its module and name, as "package.module:Name".
-        shown: Names of fields that are options of their own, with blanks between them; None for
-            all, without --set and --config.
-        hidden: Names of fields that the command's own arguments set.
-    """
-
-    where: str
+    where: str  # Its module and name, as "package.module:Name"
+    # Names of fields that are options of their own, with blanks between them; None for all,
+    # without --set and --config
     shown: str | None = ""
-    hidden: str = ""
+    hidden: str = ""  # Names of fields that the command's own arguments set
 
     def load(self) -> Any:
         """The dataclass."""

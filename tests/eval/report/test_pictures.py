@@ -97,7 +97,8 @@ def test_the_page_shows_what_stands_beside_it(tmp_path: Path) -> None:
     assert pictures == [f"pareto-{model}-forced.png", "dynamics-1.png"]
     for name in pictures:
         assert written[name].read_bytes().startswith(b"\x89PNG")
-    assert written["best-aes-forced.tex"].stat().st_size > 200
+    for stem in ("best-aes-forced", f"full-{model}-forced"):
+        assert written[f"{stem}.tex"].stat().st_size > 200
     rows = re.findall(r"^\| OS-Pruner price=5e-5 \| (.*) \|$", text, re.MULTILINE)
     assert rows
     for cells in (row.split(" | ") for row in rows):

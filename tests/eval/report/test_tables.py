@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ospruner.eval.methods import FRONTIER, ORACLE
 from ospruner.eval.report.summary import differences_table, frontier_tables, results_table
-from ospruner.eval.report.tables import AVERAGE, Table, best_aes_table, grid_frame
+from ospruner.eval.report.tables import AVERAGE, Table, best_aes_table, full_table, grid_frame
 from ospruner.eval.results import Estimate, Results, best_rows, frame_of
 
 from ...made_results import make_result, spread
@@ -134,7 +134,7 @@ def test_the_two_highest_aes_are_marked_and_nothing_else_competes() -> None:
     # In percent of the full trace's operations, and only where these were counted.
     assert "Comp: all that was computed, in % of the full trace's operations" in table.caption
     assert (table.numbers.loc[(MODEL, "full trace")].xs("flops_ratio", level=1) == 1).all()
-    assert "Comp" not in best_aes_table(FRAME).caption
+    assert "Comp" not in full_table(FRAME, MODEL).caption
 
 
 def test_settings_chosen_on_validation_are_shown() -> None:
@@ -147,27 +147,34 @@ def test_settings_chosen_on_validation_are_shown() -> None:
 
 
 def test_markdown_and_latex_are_whole() -> None:
-    table = best_aes_table(FRAME)
-    text = table.markdown()
+    best, full = best_aes_table(FRAME), full_table(FRAME, MODEL)
+    text = best.markdown()
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert re.search(r"\*\*-?\d\.\d\d \[-?\d\.\d\d, -?\d\.\d\d\]\*\*", text)
     assert "<u>" in text
-    text = table.latex()
-    assert text.count("{") == text.count("}")
-    assert r"\multicolumn{3}{c}{GSM8K}" in text
-    assert re.search(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", text), "with its interval"
-    body = [line for line in text.splitlines() if line.endswith(r"\\") and "multi" not in line]
-    assert len({line.count("&") for line in body}) == 1
-    assert "%" not in text.replace(r"\%", "")
-    assert f"tab:{table.name}" in text
-    assert r"\textbf{" in text
+    for table in (best, full):
+        text = table.latex()
+        assert text.count("{") == text.count("}")
+        assert r"\multicolumn{3}{c}{GSM8K}" in text
+        assert re.search(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", text), "with its interval"
+        body = [line for line in text.splitlines() if line.endswith(r"\\") and "multi" not in line]
+        assert len({line.count("&") for line in body}) == 1
+        assert "%" not in text.replace(r"\%", "")
+        assert f"tab:{table.name}" in text
+    assert r"\textbf{" in best.latex()
+    assert "price=5e-5" in full.latex()
 
 
-def test_forced_and_free_answers_are_never_mixed() -> None:
+def test_free_answers_are_counted_with_their_thinking() -> None:
     frame = grid_frame([*TWO, make_evaluation(answer="free", seed=3).results])
-    with pytest.raises(ValueError, match="too many values"):
-        best_aes_table(frame)
-    free = frame[frame["answer"] == "free"]
-    assert groups(best_aes_table(free)) == ["GSM8K"]
-    assert free["generated_tokens"].iloc[0] == pytest.approx(free["tokens"].iloc[0] + 5.0)
+    for make in (best_aes_table, lambda both: full_table(both, MODEL)):
+        with pytest.raises(ValueError, match="too many values"):  # the kinds are never mixed
+            make(frame)
+    table = full_table(frame[frame["answer"] == "free"], MODEL)
+    assert groups(table) == ["GSM8K"]
+    heads = [column.head for column in table.columns]
+    assert heads == ["Acc", "CoT", "Ans", "CoT + Ans", "Red. %"]
+    full: pd.Series = table.numbers.iloc[0]["GSM8K"]
+    assert full["generated_tokens"] == pytest.approx(full["tokens"] + 5.0)
+    assert full["generated_tokens_low"] < full["generated_tokens"] < full["generated_tokens_high"]
