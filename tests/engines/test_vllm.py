@@ -1,4 +1,4 @@
-"""vLLM in this process, with the checks of vllm_checks.py, and its server; without it, refusals."""
+"""What vLLM's engine refuses, and its server; the engine itself: vllm_checks.py."""
 
 import sys
 from dataclasses import replace
@@ -11,14 +11,9 @@ from ospruner.engines.http import OpenAIEngine
 from ospruner.engines.vllm import VLLMEngine
 from ospruner.optional import MissingPackageError
 
-from ..own_process import needs_vllm, run_checks
+from ..own_process import needs_vllm
 from ..server_process import running_vllm
 from .conftest import GREEDY, Traces, check_agreement, check_other_answers, fork_all
-
-
-@needs_vllm
-def test_vllm_in_a_process_of_its_own() -> None:
-    run_checks(Path(__file__).with_name("vllm_checks.py"))
 
 
 def test_prefix_caching_cannot_be_switched_off(reasoner: Reasoner) -> None:

@@ -1,4 +1,4 @@
-"""vLLM on the embedded reasoner; test_vllm.py runs these tests in a process of their own."""
+"""vLLM on the embedded reasoner; tests/serving/vllm/test_plugin.py runs these in a process."""
 
 import gzip
 import json

@@ -239,7 +239,7 @@ def trunk_peak(name: str, tuning: str) -> int:
     [
         ("layers", "r1-distill-qwen-7b", 28, 30e9, 20e9),
         pytest.param("layers", "gpt-oss-20b", 24, 60e9, 60e9, marks=pytest.mark.slow),
-        ("layers", "qwen3-30b-a3b", 48, 100e9, 70e9),
+        pytest.param("layers", "qwen3-30b-a3b", 48, 100e9, 70e9, marks=pytest.mark.slow),
         # Two layers at step ends, and all of the base's but the last, of which keys and values.
         ("queries", "r1-distill-qwen-7b", 29, 25e9, 20e9),
         pytest.param("queries", "gpt-oss-20b", 25, 50e9, 50e9, marks=pytest.mark.slow),

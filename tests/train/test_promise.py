@@ -19,7 +19,7 @@ from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.measured import Predicted
 from ospruner.eval.methods import EVERY_PRICE, parse_policies, price_grid
-from ospruner.eval.replay import Outcome, replay
+from ospruner.eval.replay import replay
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import policy_card
@@ -166,11 +166,10 @@ def test_promise_and_efforts_are_stored_told_and_kept(
     assert f"| low | {rows[1][key]:{'.3f' if kind else 'g'}}" in card
 
     # What was promised and measured is what replay finds there, and what generate does.
-    at: dict[float, Outcome] = {}
-    for value in {one[key] for one in (stored, *rows)}:
-        use, prices = f"{policy}@{value if kind else 0.5}", None if kind else [value]
-        full, used, *_ = compare(labels, [use], prices=prices).rules
-        at[value] = used.outcome
+    values = sorted({one[key] for one in (stored, *rows)})
+    use = f"{policy}@{','.join(map(str, values)) if kind else 0.5}"
+    full, *used = compare(labels, [use], prices=None if kind else values).rules
+    at = {value: one.outcome for value, one in zip(values, used, strict=False)}
     assert full.outcome.accuracy - at[stored[key]].accuracy == pytest.approx(stored["loss"])
     shares = {**SHARES, "low": 0.4, "medium": 0.8}
     for name, one in efforts.items():
