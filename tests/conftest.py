@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process waits for another one at the end."""
     first = ("train", "vllm", "demo")
     items.sort(key=lambda item: item.path.parent.name not in first)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rounded_tokens() -> Iterator[int]:
+    """How many tokens comparisons are rounded on by default: three seconds each time, here few."""
+    from ospruner import comparing
+
+    with pytest.MonkeyPatch.context() as patch:
+        usual = comparing.ROUNDED_TOKENS
+        patch.setattr(comparing, "ROUNDED_TOKENS", 20)
+        yield usual
 
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
