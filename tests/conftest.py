@@ -5,13 +5,14 @@ The variables are set before anything imports huggingface_hub, which reads them 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -47,30 +48,18 @@ gc.disable()  # while torch, vLLM and all tests are imported: of these nothing b
 
 def pytest_collection_finish() -> None:
     """What was imported stays: no collection goes through it again, a tenth of the tests' time."""
+    from ospruner import comparing
+
+    comparing.ROUNDED_TOKENS = 20  # on 200, a comparison says for three seconds how replay rounds
     gc.enable()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Extensions in C look at its end for what they hold."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # extensions in C look at the end for what they hold
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process waits for another one at the end."""
     first = ("train", "vllm", "demo")
     items.sort(key=lambda item: item.path.parent.name not in first)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rounded_tokens() -> Iterator[int]:
-    """How many tokens comparisons are rounded on by default: three seconds each time, here few."""
-    from ospruner import comparing
-
-    with pytest.MonkeyPatch.context() as patch:
-        usual = comparing.ROUNDED_TOKENS
-        patch.setattr(comparing, "ROUNDED_TOKENS", 20)
-        yield usual
 
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]

