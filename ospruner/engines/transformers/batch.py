@@ -116,10 +116,11 @@ class SlotLayer(DynamicLayer):
         for n, like in enumerate(pieces[0][0].buffers):
             new, start = _room(like, sum(len(rows) for _, rows, _ in pieces), columns), 0
             for other, rows, kept in pieces:
-                part = other.buffers[n][:, :, kept].index_select(0, rows.to(like.device))
-                end, gap = start + len(part), columns - part.shape[2]
+                part = other.buffers[n][:, :, kept]
+                end, gap = start + len(rows), columns - part.shape[2]
                 new[start:end, :, :gap] = 0  # hidden, but read: it must be finite
-                new[start:end, :, gap:columns] = part
+                to = new[start:end, :, gap:columns]
+                torch.index_select(part, 0, rows.to(like.device), out=to)
                 start = end
             layer.buffers.append(new)
         layer._show(columns)
