@@ -315,10 +315,10 @@ def run(tiny: Tiny, engine: Engine, desk: Desk) -> Tokens:
 
 
 @torch.no_grad()
-def anew(base: Any, tiny: Tiny, count: int) -> Tokens:
+def anew(base: Any, tiny: Tiny) -> Tokens:
     """Each trace alone, and each fork, encoding everything anew for every token."""
     found = {}
-    for n, prompt in enumerate(prompts(count)):
+    for n, prompt in enumerate(prompts(COUNT)):
         trace = naive_sample(base, prompt, f"row {n}", SETTINGS, tiny.fmt)
         texts = [[*prompt, *trace.trace_ids[:cut]] for cut in cuts_of(trace)]
         forks = [from_scratch(base, text, tiny.fmt, 6) for text in texts]
@@ -329,20 +329,20 @@ def anew(base: Any, tiny: Tiny, count: int) -> Tokens:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tokens_are_those_run_anew(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows replaced, compacted, realigned: none depends on its neighbours or on its batch."""
-    base, count = tiny.base(name, ends=True), COUNT if name == "qwen2" else 12
-    expected = anew(base, tiny, count)
+    base = tiny.base(name, ends=True)
+    expected = anew(base, tiny)
     assert {trace.ended for trace, _ in expected.values()} == {"natural", "cap"}
     assert any(trace.answer_ids for trace, _ in expected.values())
     assert any(not answers for _, answers in expected.values())  # nothing to fork
     computed = set()
-    ways = [(4, 6, True), (8, count, False), (1, 1, False), (40, 9, True)]
+    ways = [(4, 6, True), (8, COUNT, False), (1, 1, False), (40, 9, True)]
     for batch_size, window, moody in ways[: 4 if name == "qwen2" else 2]:
         # Of a pass.
         monkeypatch.setattr(batch, "_MASK_NUMBERS", 64 if batch_size == 4 else 2**24)
         engine = tiny.engine(base, batch_size, fork_tokens=60)
-        assert run(tiny, engine, Desk(rows(prompts(count)), window, moody)) == expected
-        for counts in (engine.counts, engine.sample_counts):
-            assert counts.computed >= counts.unique > 0
+        assert run(tiny, engine, Desk(rows(prompts(COUNT)), window, moody)) == expected
+        for count in (engine.counts, engine.sample_counts):
+            assert count.computed >= count.unique > 0
         computed.add((engine.counts.unique, engine.sample_counts.unique))
     assert len(computed) == 1  # what cannot be shared does not depend on the stream
     numbered = engine.sample(prompts(3), SETTINGS, tiny.fmt)

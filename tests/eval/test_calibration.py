@@ -177,7 +177,7 @@ def test_a_forecast_is_what_larger_calibrations_save() -> None:
     saved = np.array([1 - one.mean_tokens / full for _, one in settings])
     expected = forecast(lost, saved, 800, 0.05, LEVEL)
     found = []
-    for large in (drawn(800, seed) for seed in range(80)):
+    for large in (drawn(800, seed) for seed in range(200)):
         value = calibrate(large, candidates(large), 0.05).value
         found.append(0.0 if value is None else saved[3 - int(value)])
     assert expected == pytest.approx(np.mean(found), abs=0.1)
