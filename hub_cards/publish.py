@@ -19,13 +19,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.durable import write_checked
 from ospruner.eval.results import RESULTS_FILE, Results
-from ospruner.provenance import (
-    PROVENANCE_FILE,
-    file_hash,
-    is_hub_id,
-    read_object,
-    read_provenance,
-)
+from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_object, read_provenance
 from ospruner.train.labels.folder import MANIFEST, read_manifest, refuse_damage, refuse_other_data
 
 from .cards import (

@@ -136,12 +136,7 @@ def _last_layer(
     queries = queries * cos_at + rotate_half(queries) * sin_at
     visible = torch.arange(S, device=hidden.device) <= positions[..., None]  # (B, T, S)
     seen = F.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=visible[:, None],
-        scale=attention.scaling,
-        enable_gqa=True,
+        queries, keys, values, attn_mask=visible[:, None], scale=attention.scaling, enable_gqa=True
     )  # (B, heads, T, D)
     out = hidden.gather(1, index) + attention.o_proj(seen.transpose(1, 2).reshape(B, T, -1))
     mlp_out: Tensor = out + layer.mlp(layer.post_attention_layernorm(out))

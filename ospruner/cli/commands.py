@@ -197,8 +197,7 @@ def labels_import(
 
 @labels_app.command("regrade")
 def labels_regrade(
-    folder: Annotated[Path, arg("Folder of labels.")],
-    json_file: JsonFile = None,
+    folder: Annotated[Path, arg("Folder of labels.")], json_file: JsonFile = None
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
     from ospruner.train.labels.label import regrade
@@ -349,8 +348,7 @@ def calibrate(
 
 
 @app.command(
-    rich_help_panel=USE,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel=USE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 @with_fields(SERVING)
 def serve(
@@ -410,9 +408,7 @@ def app_command(
     rich_help_panel=USE,
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
 )
-def lm_eval_command(
-    arguments: Annotated[list[str] | None, arg("lm_eval's own.")] = None,
-) -> None:
+def lm_eval_command(arguments: Annotated[list[str] | None, arg("lm_eval's own.")] = None) -> None:
     """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
     from ospruner.optional import needed
 

@@ -128,7 +128,8 @@ class OpenAIEngine(HTTPEngine):
         seeds: bool = True,  # sent with requests; vLLM on a CPU cannot take any, and would end
         **more: Any,  # of `HTTPEngine`
     ) -> None:
-        super().__init__(base, tokenizer, [_with_path(url) for url in urls], **more)
+        urls = [url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in urls]
+        super().__init__(base, tokenizer, urls, **more)
         self.model = model or base
         self.seeds = seeds
 
@@ -237,10 +238,6 @@ def _token_id(token: str) -> int:
     if not token.startswith(_ID_PREFIX):
         raise KeyError(f"{_ID_PREFIX!r} before the token {token!r}")
     return int(token.removeprefix(_ID_PREFIX))
-
-
-def _with_path(url: str) -> str:
-    return url.rstrip("/") + "/v1" if not urlsplit(url).path.strip("/") else url
 
 
 def _checked(url: str) -> str:

@@ -8,14 +8,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.formats import ends_alone
 
-from .interface import (
-    AnswerStop,
-    ForkedAnswer,
-    Sampled,
-    SamplingSettings,
-    TraceRequest,
-    row_state,
-)
+from .interface import AnswerStop, ForkedAnswer, Sampled, SamplingSettings, TraceRequest, row_state
 
 
 class SamplingRow:

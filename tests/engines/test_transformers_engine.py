@@ -52,7 +52,7 @@ def from_scratch(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_forks_equal_encoding_each_prefix_from_scratch(name: str, tiny: Tiny) -> None:
+def test_forks_equal_prefixes_anew(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.base(name, ends=True)
     [brace] = tiny.tokenizer.encode("}", add_special_tokens=False)
     for token in (brace, tiny.tokenizer.eos_token_id):  # lest all answers reach their cap
@@ -72,6 +72,9 @@ def test_forks_equal_encoding_each_prefix_from_scratch(name: str, tiny: Tiny) ->
                 assert answer.whole_entropy == pytest.approx(anew.whole_entropy, abs=1e-3)
                 ends.add(answer.ended)
     assert ends == {"closed", "eos", "length"}
+    monkeypatch.setattr("ospruner.engines.transformers.engine.TOGETHER", 5)  # a few at a time
+    for row, others in zip(tiny.fork(engine, asked, 12), answers, strict=True):
+        assert [answer.ids for answer in row] == [answer.ids for answer in others]
     without_a_rule = engine.fork(asked, tiny.fmt.forced_suffix(), 4)
     assert {answer.ended for row in without_a_rule for answer in row} == {"eos", "length"}
 

@@ -333,9 +333,7 @@ def test_theorem_1_is_drawn(load_script: LoadScript, tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trained_policy_nears_the_optimum_and_no_threshold_does(
-    load_script: LoadScript,
-) -> None:
+def test_a_trained_policy_nears_the_optimum_and_no_threshold_does(load_script: LoadScript) -> None:
     example = load_script("docs/examples/markov_stopping.py")
     values = {name: np.array(v) for name, v in example.values(example.make_problem()).items()}
     best = values["Bellman optimum"]

@@ -177,12 +177,7 @@ def run_label(
 
 
 def import_traces(
-    base: str,
-    file: str,
-    *,
-    out: str | Path,
-    progress: Progress = silent,
-    **settings: Any,
+    base: str, file: str, *, out: str | Path, progress: Progress = silent, **settings: Any
 ) -> DatasetDict:
     """Labels traces that others made: their answers are forced by a base of yours.
 

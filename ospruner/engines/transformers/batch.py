@@ -1,9 +1,8 @@
 """Rows that decode side by side on one cache, in which the last column is the same for all.
 
 Where every layer attends to everything, the cache is written in place and its rows can be copied
-and joined; attention of single new tokens does not copy keys and values for each query head, which
-on a CPU is 2-4x faster, and on a GPU saves gigabytes a layer. Other bases (sliding windows,
-recurrent states) keep transformers' own kinds of caches: their rows are only ever dropped.
+and joined; attention of few tokens does not copy keys and values for each query head, which on a
+CPU is 2-4x faster, and on a GPU saves gigabytes a layer. Other bases keep transformers' own caches.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ospruner.bases import input_device
 from ..interface import TokenCount
 
 _NAME = "ospruner_grouped"
+_FEW_QUERIES = 128  # of a pass: up to so many, all scores on the keys as they lie fit
 _MASK_NUMBERS = 2**24  # of a pass of several tokens: longer texts take several passes
 
 
@@ -40,21 +40,16 @@ def _grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """As transformers' sdpa attention, but masked query heads share their keys and values."""
     B, Hq, S, D = query.shape
-    Hkv = key.shape[1]
-    many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
-    if attention_mask is None or kwargs.get("position_bias") is not None or many:
+    Hkv, L = key.shape[1:3]
+    if attention_mask is None or kwargs.get("position_bias") is not None or S > _FEW_QUERIES:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    if S == 1:
-        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
-        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
-        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
-    else:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
-        )
+    grouped = query.reshape(B, Hkv, -1, D) * (D**-0.5 if scaling is None else scaling)
+    scores = torch.matmul(grouped, key.transpose(-1, -2)).view(B, Hkv, -1, S, L)
+    scores += attention_mask[:, :, None]
+    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    out = torch.matmul(shares.to(value.dtype).view(B, Hkv, -1, L), value).view(B, Hq, S, -1)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -101,7 +96,7 @@ class SlotLayer(DynamicLayer):
                 grown[:, :, :start] = self.buffers[n][:, :, :start]
                 self.buffers[n] = grown
             self.buffers[n][:, :, start:end] = states
-        return self._show(end)
+        return self.show(end)
 
     @classmethod
     def joined(
@@ -123,10 +118,11 @@ class SlotLayer(DynamicLayer):
                 torch.index_select(part, 0, rows.to(like.device), out=to)
                 start = end
             layer.buffers.append(new)
-        layer._show(columns)
+        layer.show(columns)
         return layer
 
-    def _show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first columns; what is written next stands behind them."""
         self.columns = columns
         self.keys, self.values = keys, values = [one[:, :, :columns] for one in self.buffers]
         return keys, values
@@ -145,7 +141,7 @@ class RowBatch:
         self.count = count
         self.packed = packed
         self.device = input_device(model)
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Any = DynamicCache(config=model.config)
         if packed:
             self.cache.layers = [SlotLayer() for _ in self.cache.layers]
         self.seen = torch.zeros(0, 0, dtype=torch.bool)  # (B, columns) which hold a row's tokens
@@ -165,70 +161,109 @@ class RowBatch:
         B, S = ids.shape
         real = torch.ones(B, S, dtype=torch.bool) if real is None else real
         start = self.columns
-        seen = self.seen if start else real[:, :0]
-        positions = (seen.sum(1, keepdim=True) + real.cumsum(1) - 1).clamp(min=0)  # (B, S)
-        self.seen = torch.cat([seen, real], dim=1)
+        self.seen = self.seen if start else real[:, :0]
+        positions = (self.seen.sum(1, keepdim=True) + real.cumsum(1) - 1).clamp(min=0)  # (B, S)
         # Where nothing is hidden but what comes after, attention is causal without any mask.
         plain = not start and S > 1 and bool((real[:, 1:] <= real[:, :-1]).all())
         size = S if plain or not self.packed else max(1, _MASK_NUMBERS // (B * (start + S)))
-        # Logits of other tokens than the last would, of a long prompt, fill gigabytes.
-        last = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         for low in range(0, S, size):
-            high = min(low + size, S)
-            output = self.model(
-                input_ids=ids[:, low:high].to(self.device),
-                attention_mask=None if plain else self._mask(start + low, start + high),
-                position_ids=positions[:, low:high].to(self.device),
-                past_key_values=self.cache,
-                use_cache=True,
-                **last,
-            )
-        logits: torch.Tensor = output.logits[:, -1]
-        computed = int(real.sum())
-        self.count.computed += computed
-        self.count.padding += real.numel() - computed
-        return logits
+            some = slice(low, low + size)
+            self.seen = torch.cat([self.seen, real[:, some]], dim=1)
+            mask = None if plain else self._mask(start + low)
+            logits = self._run(ids[:, some], positions[:, some], mask)
+        return logits[:, -1]
 
-    def _mask(self, start: int, end: int) -> torch.Tensor | None:
-        """What the columns from `start` to `end` see of those before `end`."""
-        seen = self.seen[:, :end].to(self.device)
-        if not self.packed:
-            return seen.long()
-        visible = seen[:, None, None]  # (B, 1, 1, end)
-        if end - start > 1:
-            columns = torch.arange(end, device=self.device)
-            own = columns[start:, None]
-            # A column of padding sees itself, so that no softmax is over nothing.
-            visible = (visible & (columns < own)) | (columns == own)  # (B, 1, S, end)
+    def branch(
+        self, ids: torch.Tensor, forks: torch.Tensor, ends: torch.Tensor, each: int = 1
+    ) -> torch.Tensor:
+        """Runs further tokens of forks, which see the first columns of their row and their own.
+
+        Args:
+            ids: (B, n * each).
+            forks: (B, F) of the last columns, these included: which of its row's forks each is of,
+                or -1 for padding.
+            ends: (B, K) how many of the first columns each fork sees.
+            each: how many tokens of each fork follow one another.
+
+        Returns:
+            The logits (B, n, V) after the last token of each.
+        """
+        S, trunk = ids.shape[1], self.columns + ids.shape[1] - forks.shape[1]
+        self.seen = torch.cat([self.seen, forks[:, -S:] >= 0], dim=1)
+        columns = torch.arange(self.columns, device=self.device)
+        forks, own = forks.to(self.device), columns[-S:, None]
+        fork = forks[:, -S:]  # (B, S)
+        sees = ends.to(self.device).gather(1, fork.clamp(min=0))[..., None]
+        mine = (forks[:, None] == fork[..., None]) & (columns[trunk:] <= own)
+        visible = torch.cat([columns[:trunk] < sees, mine], dim=-1)  # (B, S, columns)
+        kept = torch.arange(each - 1, S, each)
+        return self._run(ids, visible.sum(-1) - 1, self._additive(visible[:, None]), kept)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        kept: torch.Tensor | int = 1,
+    ) -> torch.Tensor:
+        """The logits of a pass, of the last columns or of those that are kept."""
+        # Logits of other tokens than the last would, of a long prompt, fill gigabytes.
+        supported = self.model._supports_logits_to_keep()
+        logits: torch.Tensor = self.model(
+            input_ids=ids.to(self.device),
+            attention_mask=mask,
+            position_ids=positions.to(self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            **({"logits_to_keep": kept} if supported else {}),
+        ).logits
+        computed = int(self.seen[:, -ids.shape[1] :].sum())
+        self.count.computed += computed
+        self.count.padding += ids.numel() - computed
+        return logits if supported or isinstance(kept, int) else logits[:, kept]
+
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
         zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
         return torch.where(visible, zero, torch.finfo(zero.dtype).min)
+
+    def _mask(self, start: int) -> torch.Tensor | None:
+        """What the columns from `start` see."""
+        seen = self.seen.to(self.device)
+        if not self.packed:
+            return seen.long()
+        visible = seen[:, None, None]  # (B, 1, 1, columns)
+        if self.columns - start > 1:
+            columns = torch.arange(self.columns, device=self.device)
+            own = columns[start:, None]
+            # A column of padding sees itself, so that no softmax is over nothing.
+            visible = (visible & (columns < own)) | (columns == own)  # (B, 1, S, columns)
+        return self._additive(visible)
+
+    def crop(self, columns: int) -> None:
+        """Forgets what comes after so many columns."""
+        self.seen = self.seen[:, :columns]
+        for layer in self.cache.layers:
+            layer.show(columns)
 
     def take(self, rows: Sequence[int]) -> RowBatch:
         """A batch of some of the rows; of one that is not packed nothing else is left."""
         if self.packed:
-            return joined([(self, rows, None)])
+            return joined([(self, rows)])
         index: Any = torch.tensor(rows)
         self.cache.reorder_cache(index)
         self.seen = self.seen[index]
         return self
 
 
-def joined(parts: Sequence[tuple[RowBatch, Sequence[int], Sequence[int] | None]]) -> RowBatch:
-    """A batch of rows of packed batches, all of which end in the same column.
-
-    Each part is a batch, which of its rows (a row may come several times), and for each row the
-    column before which it is copied, or None for all.
-    """
+def joined(parts: Sequence[tuple[RowBatch, Sequence[int]]]) -> RowBatch:
+    """A batch of some rows (one may come several times) of packed batches; all end together."""
     pieces: list[tuple[Any, torch.Tensor, slice]] = []
     seen = []
-    for batch, rows, ends in parts:
+    for batch, rows in parts:
         index = torch.tensor(rows)
         sees = batch.seen[index]
-        if ends is not None:
-            sees = sees[:, : max(ends)]
-            sees &= torch.arange(max(ends)) < torch.tensor(ends)[:, None]
         first = int(sees.any(0).int().argmax())  # nobody looks at what lies before
-        pieces.append((batch.cache.layers, index, slice(first, sees.shape[1])))
+        pieces.append((batch.cache.layers, index, slice(first, batch.columns)))
         seen.append(sees[:, first:])
     columns = max(part.shape[1] for part in seen)
     new = copy.copy(parts[0][0])

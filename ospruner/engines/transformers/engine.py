@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class _Stream(Call):
         engine, asked = self.engine, (self.suffix_ids, self.max_new_tokens, self.stop)
         self.model = engine.model
         self.forks = Forks(engine.model, engine.packed, *asked, engine.eos_ids, engine.counts)
+        self.batch = partial(RowBatch, engine.model, engine.sample_counts, engine.packed)
         self.noise = batch_noise(engine.model)
         self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
         self.fork_added = len(self.suffix_ids) + self.max_new_tokens
@@ -57,12 +59,12 @@ class _Stream(Call):
             live = [slot for slot, row in enumerate(rows) if not row.finished]
             kept, gone = [rows[slot] for slot in live], len(rows) - len(live)
             if not live:
-                batch, rows = self._batch(), []  # the memory is free
+                batch, rows = self.batch(), []  # the memory is free
             refills = not live or (self.engine.packed and gone * _REFILL_SHARE >= len(rows))
             if refills and (new := self._refill(len(live))):
                 fresh, logits = self._prefill(new)
                 if live:
-                    fresh = joined([(batch, live, None), (fresh, range(len(new)), None)])
+                    fresh = joined([(batch, live), (fresh, range(len(new)))])
                 batch, rows = fresh, [*kept, *new]
                 self._choose(new, logits)
                 continue
@@ -75,12 +77,9 @@ class _Stream(Call):
             logits = batch.feed(ids[:, None], real[:, None])
             self._choose(kept, logits[real.to(logits.device)])
 
-    def _batch(self) -> RowBatch:
-        return RowBatch(self.model, self.engine.sample_counts, self.engine.packed)
-
     def _prefill(self, rows: Sequence[SamplingRow]) -> tuple[RowBatch, torch.Tensor]:
         """Runs prompts, each once; the batch, and the logits (B, V) after each."""
-        batch = self._batch()
+        batch = self.batch()
         prompts = [tuple(row.request.prompt_ids) for row in rows]
         different = list(dict.fromkeys(prompts)) if self.engine.packed else prompts
         logits = batch.feed(*padded(different))
@@ -125,8 +124,7 @@ class _Stream(Call):
 
     def _begin(self, live: int) -> list[SamplingRow]:
         """Begins traces beside live rows, as memory takes them; sampled ones are finished."""
-        rows: list[SamplingRow] = []
-        budget = self.engine.budget
+        rows, budget = list[SamplingRow](), self.engine.budget
         while live + len(rows) < self.engine.batch_size and not self._enough():
             request, self.waiting = self.waiting or self.desk.begin(), None
             if request is None:
@@ -199,11 +197,11 @@ class TransformersEngine(Engine):
     """Samples traces and forks answers with a model in this process.
 
     Where every layer attends to everything (and the attention takes custom masks), rows are
-    replaced as they finish, and the forks of a trace decode side by side on copies of its keys and
-    values. Other bases (sliding windows, recurrent states) are sampled a batch at a time, and their
-    forks decoded one by one: same results, slower. In float32 a row's
-    tokens do not depend on what else is in the call; in half precision, with experts or recurrent
-    states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
+    replaced as they finish, and the forks of a trace decode side by side. Other bases (sliding
+    windows, recurrent states) are sampled a batch at a time, and their forks decoded one by one:
+    same results, slower. In float32 a row's tokens do not depend on what else is in the call; in
+    half precision, with experts or recurrent states (`batch_effects`) they do not where
+    `batch_size` is 1, for each row then runs by itself.
 
     Rows are admitted by memory: as many of the greatest possible length as the free memory of each
     device that holds keys and values takes. Forks take what is free beside the rows being sampled,
@@ -235,7 +233,7 @@ class TransformersEngine(Engine):
         effects = batch_effects(self.model)
         alone = batch_size == 1 and effects is not None
         self.batch_effects = None if alone else effects
-        self.packed = not alone and _takes_copies(self.model)
+        self.packed = not alone and _takes_trees(self.model)
         own = self.packed and model.config.get_text_config()._attn_implementation == "sdpa"
         self.budget = MemoryBudget(self.model, memory_share, repeats=not own)
 
@@ -267,8 +265,8 @@ def mean_logprob(
 
 
 @torch.inference_mode()
-def _takes_copies(model: PreTrainedModel) -> bool:
-    """Whether forks of a few tokens on copied rows get the probabilities that walked ones do."""
+def _takes_trees(model: PreTrainedModel) -> bool:
+    """Whether forks of a few tokens in their trace's row get the probabilities of walked ones."""
     config = model.config.get_text_config()
     layers = DynamicCache(config=model.config).layers
     attends_to_all = all(type(layer) is DynamicLayer for layer in layers)
@@ -281,7 +279,7 @@ def _takes_copies(model: PreTrainedModel) -> bool:
     for packed in (True, False):
         with attention_for(model, packed):
             forks = Forks(model, packed, ids[9:], 1, None, frozenset(), TokenCount())
-            answers = [one for row in forks.run(traces) for one in row]
+            answers = [one for row in forks.run(traces, TOGETHER) for one in row]
         found.append(torch.tensor([one.option_logprobs for one in answers]))
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
     error = (found[0] - found[1]).abs().max()

@@ -1,20 +1,23 @@
-"""Answers forked off a group of traces: each trace runs once, its forks on copies of its cache."""
+"""Answers forked off a group of traces: each trace runs once, its forks beside it.
+
+A fork decodes in columns of its trace's row that see the trace up to its cut, and one another
+(tree attention). Where a base takes no such mask, each decodes on a copy of the cache.
+"""
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount, top_entropy
 from ..rows import Branch
-from .batch import RowBatch, joined, padded
+from .batch import RowBatch, padded
 from .choosing import batch_noise, is_close, run_alone
 
-TOGETHER = 128
-"""Answers that decode side by side at most: more of them only leave a processor's caches."""
+TOGETHER = 128  # answers that decode side by side: more of them only leave a processor's caches
 _PASS_TOKENS = 2048  # of traces that run in one pass; as above
 
 
@@ -25,12 +28,18 @@ def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, best - logits.float().logsumexp(-1)
 
 
+def _table(rows: Sequence[Sequence[int]], filling: int) -> torch.Tensor:
+    """Numbers as a tensor (B, longest row)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=filling)
+
+
 @dataclass
 class Forks:
     """Forks groups of traces; `Engine.fork` says how."""
 
     model: PreTrainedModel  # a causal LM
-    packed: bool  # rows of its cache can be copied, see `RowBatch`
+    packed: bool  # its layers take any mask, see `RowBatch`
     suffix_ids: Sequence[int]
     max_new_tokens: int
     stop: Callable[[], AnswerStop] | None
@@ -40,9 +49,7 @@ class Forks:
     def __post_init__(self) -> None:
         self.noise = batch_noise(self.model)
 
-    def run(
-        self, forks: Sequence[ForkRequest], together: int = TOGETHER
-    ) -> list[list[ForkedAnswer]]:
+    def run(self, forks: Sequence[ForkRequest], together: int) -> list[list[ForkedAnswer]]:
         """The answers of each trace, in the order of its cuts; so many decode side by side."""
         texts = [[*fork.prompt_ids, *fork.trace_ids] for fork in forks]
         branches = []
@@ -51,58 +58,67 @@ class Forks:
             kept = [[*text[:end], *self.suffix_ids] for end in ends]
             branches.append([Branch(self.stop, one, fork.options) for one in kept])
         if self.packed:
-            self._copy(texts, branches, together)
+            self._tree(texts, branches, together)
         else:
             for text, own in zip(texts, branches, strict=True):
                 self._walk(text, own)
         return [[one.answer for one in own if one.answer is not None] for own in branches]
 
-    def _copy(
+    def _tree(
         self, texts: Sequence[list[int]], branches: Sequence[list[Branch]], together: int
     ) -> None:
-        """Runs the traces in the rows of batches, and each fork on a copy of its trace's row."""
+        """Runs traces in the rows of batches, and their forks as further columns of these rows."""
         size = max(1, _PASS_TOKENS // max(map(len, texts)))
-        trunks = []
         for low in range(0, len(texts), size):
-            trunks.append(RowBatch(self.model, self.count, packed=True))
-            trunks[-1].feed(*padded(texts[low : low + size], at_left=False))
-        # Of forks in the order of their cuts, little is copied that they do not see.
-        rows = [(branch, row) for row, own in enumerate(branches) for branch in own]
-        rows.sort(key=lambda one: len(one[0].kept))
-        for low in range(0, len(rows), together):
-            chunk = sorted(rows[low : low + together], key=lambda one: one[1])
-            parts = []
-            for number, own in itertools.groupby(chunk, lambda one: one[1] // size):
-                some = list(own)
-                ends = [len(branch.kept) - len(self.suffix_ids) for branch, _ in some]
-                parts.append((trunks[number], [row % size for _, row in some], ends))
-            self._decode(joined(parts), [branch for branch, _ in chunk])
+            batch = RowBatch(self.model, self.count, packed=True)
+            batch.feed(*padded(texts[low : low + size], at_left=False))
+            rows = [sorted(own, key=self._end) for own in branches[low:][:size]]
+            width = max(1, together // len(rows))
+            # The last cuts first: their columns then make room for those of forks that see less.
+            while any(rows):
+                chunk, rows = [row[-width:] for row in rows], [row[:-width] for row in rows]
+                batch.crop(max(self._end(one) for row in chunk for one in row))
+                self._decode(batch, chunk)
+
+    def _end(self, branch: Branch) -> int:
+        """How many tokens of its trace, prompt included, a fork sees."""
+        return len(branch.kept) - len(self.suffix_ids)
 
     def _walk(self, text: Sequence[int], branches: Sequence[Branch]) -> None:
         """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
         batch = RowBatch(self.model, self.count, packed=False)
-        for branch in sorted(branches, key=lambda one: len(one.kept)):
-            end = len(branch.kept) - len(self.suffix_ids)
+        for branch in sorted(branches, key=self._end):
+            end = self._end(branch)
             if end > batch.columns:
                 batch.feed(torch.tensor([text[batch.columns : end]]))
             forked = copy.copy(batch)
             forked.cache = copy.deepcopy(batch.cache)
-            self._decode(forked, [branch])
+            ids = self.suffix_ids
+            while branch.answer is None:
+                self._push([branch], forked.feed(torch.tensor([ids])))
+                ids = branch.ids[-1:]
 
-    def _decode(self, batch: RowBatch, branches: Sequence[Branch]) -> None:
-        """Runs the suffix in each row of a batch, then decodes until all answers are complete."""
-        logits = batch.feed(torch.tensor(self.suffix_ids).expand(len(branches), -1))
+    def _decode(self, batch: RowBatch, rows: Sequence[Sequence[Branch]]) -> None:
+        """Runs the suffix of every fork in its row, then decodes until all answers are complete."""
+        ends = _table([[self._end(one) for one in row] for row in rows], 0)
+        live = [list(range(len(row))) for row in rows]
+        each, ids = len(self.suffix_ids), torch.tensor(self.suffix_ids).repeat(ends.shape)
+        forks = _table(live, -1).repeat_interleave(each, dim=1)
         while True:
-            live = [row for row, branch in enumerate(branches) if branch.answer is None]
-            self._push([branches[row] for row in live], logits[live])
-            live = [row for row in live if branches[row].answer is None]
-            if not live:
+            logits = batch.branch(ids, forks, ends, each)
+            some = [(b, n, rows[b][k]) for b, own in enumerate(live) for n, k in enumerate(own)]
+            places, columns, branches = zip(*some, strict=True)
+            self._push(branches, logits[list(places), list(columns)])
+            live = [[k for k, one in enumerate(row) if one.answer is None] for row in rows]
+            left = [row for row, own in enumerate(live) if own]
+            if not left:
                 return
-            if 2 * len(live) <= len(branches):
-                batch, branches = batch.take(live), [branches[row] for row in live]
-            ids = [[branch.ids[-1] if branch.ids else 0] for branch in branches]
-            real = [[branch.answer is None] for branch in branches]
-            logits = batch.feed(torch.tensor(ids), torch.tensor(real))
+            if 2 * len(left) <= len(rows):
+                batch, forks, ends = batch.take(left), forks[left], ends[left]
+                rows, live = [rows[row] for row in left], [live[row] for row in left]
+            last = [[row[k].ids[-1] for k in own] for row, own in zip(rows, live, strict=True)]
+            each, ids = 1, _table(last, 0)
+            forks = torch.cat([forks, _table(live, -1)], dim=1)
 
     def _push(self, branches: Sequence[Branch], logits: torch.Tensor) -> None:
         """Gives branches their next tokens, from logits (B, V)."""
