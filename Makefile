@@ -3,9 +3,9 @@
 
 PYTHON ?= python3.11
 ARGS ?=
-# Test processes side by side, a file's tests in one of them, each on one thread. JOBS=0: no others,
-# for debugging.
-JOBS ?= 2
+# Test processes side by side, a file's tests in one of them, each on one thread; on two cores three,
+# for a fifth of the time they wait for processes they started. JOBS=0: no others, for debugging.
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
