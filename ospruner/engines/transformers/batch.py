@@ -25,7 +25,7 @@ from ..interface import TokenCount
 
 _NAME = "ospruner_grouped"
 _FEW_QUERIES = 128  # of a pass: up to so many, all scores on the keys as they lie fit
-_MASK_NUMBERS = 2**24  # of a pass of several tokens: longer texts take several passes
+MASK_NUMBERS = 2**24  # of a pass of several tokens: more of them take several passes
 
 
 def _grouped_attention(
@@ -165,7 +165,7 @@ class RowBatch:
         positions = (self.seen.sum(1, keepdim=True) + real.cumsum(1) - 1).clamp(min=0)  # (B, S)
         # Where nothing is hidden but what comes after, attention is causal without any mask.
         plain = not start and S > 1 and bool((real[:, 1:] <= real[:, :-1]).all())
-        size = S if plain or not self.packed else max(1, _MASK_NUMBERS // (B * (start + S)))
+        size = S if plain or not self.packed else max(1, MASK_NUMBERS // (B * (start + S)))
         for low in range(0, S, size):
             some = slice(low, low + size)
             self.seen = torch.cat([self.seen, real[:, some]], dim=1)
@@ -180,8 +180,7 @@ class RowBatch:
 
         Args:
             ids: (B, n * each).
-            forks: (B, F) of the last columns, these included: which of its row's forks each is of,
-                or -1 for padding.
+            forks: (B, F) of all columns of forks, these last: which one of its row; -1 is padding.
             ends: (B, K) how many of the first columns each fork sees.
             each: how many tokens of each fork follow one another.
 
@@ -223,8 +222,7 @@ class RowBatch:
         return logits if supported or isinstance(kept, int) else logits[:, kept]
 
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
-        zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
-        return torch.where(visible, zero, torch.finfo(zero.dtype).min)
+        return (~visible).to(self.model.dtype).mul_(torch.finfo(self.model.dtype).min)
 
     def _mask(self, start: int) -> torch.Tensor | None:
         """What the columns from `start` see."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount, top_entropy
 from ..rows import Branch
-from .batch import RowBatch, padded
+from .batch import MASK_NUMBERS, RowBatch, padded
 from .choosing import batch_noise, is_close, run_alone
 
 TOGETHER = 128  # answers that decode side by side: more of them only leave a processor's caches
@@ -68,7 +68,9 @@ class Forks:
         self, texts: Sequence[list[int]], branches: Sequence[list[Branch]], together: int
     ) -> None:
         """Runs traces in the rows of batches, and their forks as further columns of these rows."""
-        size = max(1, _PASS_TOKENS // max(map(len, texts)))
+        longest = max(map(len, texts))
+        size = max(1, _PASS_TOKENS // longest)
+        together = min(together, MASK_NUMBERS // (longest * len(self.suffix_ids)))
         for low in range(0, len(texts), size):
             batch = RowBatch(self.model, self.count, packed=True)
             batch.feed(*padded(texts[low : low + size], at_left=False))
