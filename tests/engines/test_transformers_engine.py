@@ -21,7 +21,7 @@ from ospruner.engines.interface import (
     SamplingSettings,
     row_state,
 )
-from ospruner.engines.transformers import batch, choosing, memory
+from ospruner.engines.transformers import batch, choosing, forks, memory
 from ospruner.engines.transformers.batch import SlotLayer
 from ospruner.engines.transformers.choosing import choose
 
@@ -340,8 +340,8 @@ def test_tokens_are_those_run_anew(name: str, tiny: Tiny, monkeypatch: pytest.Mo
     computed = set()
     ways = [(4, 6, True), (8, COUNT, False), (1, 1, False), (40, 9, True)]
     for batch_size, window, moody in ways[: 4 if name == "qwen2" else 2]:
-        # Of a pass.
-        monkeypatch.setattr(batch, "MASK_NUMBERS", 64 if batch_size == 4 else 2**24)
+        for module in (batch, forks):
+            monkeypatch.setattr(module, "MASK_NUMBERS", 64 if batch_size == 4 else 2**24)
         engine = tiny.engine(base, batch_size, fork_tokens=60)
         assert run(tiny, engine, Desk(rows(prompts(COUNT)), window, moody)) == expected
         for count in (engine.counts, engine.sample_counts):

@@ -278,7 +278,11 @@ def padded(
     texts: Sequence[Sequence[int]], at_left: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as ids (B, S), and which of these are real."""
-    rows = [torch.as_tensor(text, dtype=torch.long) for text in texts]
-    side = "left" if at_left else "right"
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
+    ids = table(texts, -1, "left" if at_left else "right")
     return ids.clamp(min=0), ids >= 0
+
+
+def table(rows: Sequence[Sequence[int]], filling: int, side: str = "right") -> torch.Tensor:
+    """Rows of numbers as a tensor (B, S), filled up on one side."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=filling, padding_side=side)

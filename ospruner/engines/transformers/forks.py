@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount, top_entropy
 from ..rows import Branch
-from .batch import MASK_NUMBERS, RowBatch, padded
+from .batch import MASK_NUMBERS, RowBatch, padded, table
 from .choosing import batch_noise, is_close, run_alone
 
 TOGETHER = 128  # answers that decode side by side: more of them only leave a processor's caches
@@ -26,12 +25,6 @@ def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = logits.argmax(-1)
     best = logits.gather(-1, tokens[..., None])[..., 0].float()
     return tokens, best - logits.float().logsumexp(-1)
-
-
-def _table(rows: Sequence[Sequence[int]], filling: int) -> torch.Tensor:
-    """Numbers as a tensor (B, longest row)."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=filling)
 
 
 @dataclass
@@ -102,10 +95,10 @@ class Forks:
 
     def _decode(self, batch: RowBatch, rows: Sequence[Sequence[Branch]]) -> None:
         """Runs the suffix of every fork in its row, then decodes until all answers are complete."""
-        ends = _table([[self._end(one) for one in row] for row in rows], 0)
+        ends = table([[self._end(one) for one in row] for row in rows], 0)
         live = [list(range(len(row))) for row in rows]
         each, ids = len(self.suffix_ids), torch.tensor(self.suffix_ids).repeat(ends.shape)
-        forks = _table(live, -1).repeat_interleave(each, dim=1)
+        forks = table(live, -1).repeat_interleave(each, dim=1)
         while True:
             logits = batch.branch(ids, forks, ends, each)
             some = [(b, n, rows[b][k]) for b, own in enumerate(live) for n, k in enumerate(own)]
@@ -119,8 +112,8 @@ class Forks:
                 batch, forks, ends = batch.take(left), forks[left], ends[left]
                 rows, live = [rows[row] for row in left], [live[row] for row in left]
             last = [[row[k].ids[-1] for k in own] for row, own in zip(rows, live, strict=True)]
-            each, ids = 1, _table(last, 0)
-            forks = torch.cat([forks, _table(live, -1)], dim=1)
+            each, ids = 1, table(last, 0)
+            forks = torch.cat([forks, table(live, -1)], dim=1)
 
     def _push(self, branches: Sequence[Branch], logits: torch.Tensor) -> None:
         """Gives branches their next tokens, from logits (B, V)."""
