@@ -88,7 +88,9 @@ def _started() -> Worker:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for us: it must not die before it has answered
+        # Ctrl-C is for us: it must not die before it has answered. No session of its own, which
+        # Linux's autogroups can leave without a core for minutes beside a busy engine.
+        process_group=0,
     )
     if _answer(worker, b"", START_SECONDS)[0] != b"ready\n":
         _end(worker)

@@ -89,6 +89,8 @@ def test_a_hung_child_is_replaced(one_worker: GradingPool) -> None:
     assert equal("42", "42.0") is True
     process = one_worker.idle.queue[0]
     assert process is not None
+    own = os.getpgid(process.pid), os.getsid(process.pid)
+    assert own == (process.pid, os.getsid(0))  # Ctrl-C is not for it, and no autogroup starves it
     process.send_signal(signal.SIGSTOP)  # it hangs where no signal of its own reaches it
     assert compare_many([("42", "43.0")]) == [Grade(None, "time limit")]
     assert process.poll() is not None
@@ -120,8 +122,7 @@ def test_pairs_run_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPa
     verdicts = compare_many([*pairs, *pairs[:6], ("7", None), ("8", "8")])
     assert verdicts == [*expected, *expected[:6], Grade(None, "no answer"), Grade(True)]
     assert asked.call_count == 24
-    started = [worker for worker in boxed._POOL.idle.queue if worker is not None]
-    assert len(started) <= min(boxed._POOL.size, 4)
+    assert sum(one is not None for one in boxed._POOL.idle.queue) <= min(boxed._POOL.size, 4)
 
 
 def test_the_grader_is_checked_by_its_own_judgements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +141,7 @@ def test_the_grader_is_checked_by_its_own_judgements(monkeypatch: pytest.MonkeyP
 
 def test_a_fork_starts_its_own_child() -> None:
     assert equal(r"\frac{1}{11}", "1/11") is True
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         os._exit(0 if equal(r"\frac{2}{11}", "2/11") is True else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert equal(r"\frac{3}{11}", "3/11") is True
