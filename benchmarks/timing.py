@@ -25,10 +25,9 @@ T = TypeVar("T")
 Sizes = Mapping[str, tuple[int, int, str]]
 HERE = Path(__file__).resolve().parents[1]
 PROCESSES = 0.01
-"""By how much (standard deviation) the ratio of two arms differs from process to process.
-
-Five reads of `generate.py --quick` on a busy machine, CPU time: .004 at batch 1, .010 at batch 8.
-"""
+"""By how much (standard deviation) two arms' ratio differs from process to process: of five reads
+of `generate.py --quick` on a busy machine, CPU time, .004 at batch 1 and .010 at batch 8."""
+ALONE = 0.04  # the same of steps that one arm takes alone, from ten reads that stop at half
 
 
 def options(
@@ -150,7 +149,7 @@ def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike) -> Ratio:
     counts, and these are added up. What slows the machine for a while slows both arms' steps, so
     the interval is of which steps were met, 2,000 resamples of runs of 8 steps in a row, and of
     what differs from process to process (`PROCESSES`). Steps that both arms take are resampled
-    together; where one arm takes more, its further ones by themselves.
+    together; where one arm takes more, its further ones by themselves (`ALONE`).
 
     Args:
         first: (R, steps) seconds of each step, of each of R runs: the same steps in each.
@@ -173,7 +172,8 @@ def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike) -> Ratio:
     sums = np.sum([total(part) for part in parts], axis=0)
     ratio = float(arms[1].sum() / arms[0].sum())
     low, high = np.quantile(sums[1] / sums[0], [0.025, 0.975])
-    apart = 1.96 * PROCESSES * ratio
+    alone = both[:, shared:].sum() / both.sum(axis=1).max()
+    apart = 1.96 * ratio * math.hypot(PROCESSES, ALONE * alone)
     below, above = (math.hypot(max(0.0, gap), apart) for gap in (ratio - low, high - ratio))
     return Ratio(ratio, ratio - below, ratio + above)
 

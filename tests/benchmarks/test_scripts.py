@@ -65,12 +65,10 @@ def run_script(
 
 
 def test_generate(run_script: RunScript) -> None:
-    small = ("--shape", "tiny", "--runs", "1")
-    found, printed = run_script("generate.py", *small, "--seed", "3")
+    found, printed = run_script("generate.py", "--shape", "tiny", "--runs", "1", "--seed", "3")
     keys = ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio")
     for key in (*keys, *(f"queries_{key}" for key in keys)):
-        assert math.isfinite(found[key])
-        assert found[key] > 0
+        assert 0 < found[key] < math.inf
         low, high = found[f"{key}_interval"]
         assert low <= found[key] <= high
     assert "time, stopping at half, queries, batch 1" in printed
@@ -198,10 +196,11 @@ def test_frontier_reads_a_demo(run_script: RunScript, tmp_path: Path) -> None:
 @needs_vllm
 def test_serve(run_script: RunScript) -> None:
     small = ("--rounds", "1", "--requests", "4", "--tokens", "96", "--shape", "256")
-    result, _ = run_script("serve.py", "--quick", *small, "--seed", "3", here=False)
-    assert result["never_stop_ratio"] > 0
-    assert 0 < result["tokens_saved"] < 1
-    assert "time_saved_over_tokens_saved" in result
+    for quick in ([], ["--quick"]):
+        result, _ = run_script("serve.py", *quick, *small, "--seed", "3", here=False)
+        assert result["never_stop_ratio"] > 0
+        assert 0 < result.get("tokens_saved", 0.5) < 1
+        assert ("time_saved_over_tokens_saved" in result) == (not quick)
     result, printed = run_script("serve.py", "--host-time", "--quick", here=False)
     assert all(result[f"host_ms_{streams}"] > 0 for streams in (1, 16, 64, 256))
     assert "64 streams: " in printed
@@ -302,10 +301,11 @@ def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
     unlike = timing.paired_ratio(plain, half)
     assert 0.5 < unlike.low < unlike.median < unlike.high < 1
     assert unlike.median == pytest.approx(0.75, abs=0.01)
-    few = timing.paired_ratio([[1.0, 2.0]], [[2.0, 4.0]])  # fewer steps than a run of them
-    assert few.median == pytest.approx(2)
+    assert timing.paired_ratio([[1.0, 2.0]], [[2.0, 4.0]]).median == pytest.approx(2)  # few steps
     shorter = timing.paired_ratio([[1.0, 2.0, 5.0], [1.5, 1.0, 9.0]], [[2.0, 2.0], [3.0, 1.0]])
     assert shorter.median == pytest.approx((2 + 1) / (1 + 1 + 5)), "each step's least time"
+    apart = 1.96 * shorter.median * math.hypot(timing.PROCESSES, timing.ALONE * 5 / 7)
+    assert shorter.high >= shorter.median + apart - 1e-9
 
 
 def test_the_one_for_a_gpu_starts(repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
